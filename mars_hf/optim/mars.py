@@ -1,0 +1,389 @@
+"""The MARS optimizer."""
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from mars_hf.optim.apply import update_
+from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, adamw_hyperparameters, vector_rule
+from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
+from mars_hf.optim.sharding import LocalTensors
+from mars_hf.optim.validation import check_hyperparameters, one_of
+
+# Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
+_ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
+
+
+class MARS(torch.optim.Optimizer):
+    r"""MARS: variance-reduced AdamW, Lion, Shampoo and Muon, and the baselines AdamW and Muon.
+
+    With g the gradient (after any global clipping), h the reference gradient and alpha = gamma beta1 / (1 - beta1):
+
+        c = g + alpha (g - h);   c = c / max(1, ||c||_2 / clip_c)   (norm of the whole tensor)
+        m = beta1 m + (1 - beta1) c
+
+    | mars_type | update of a matrix p (decay uses p before the step) |
+    | --- | --- |
+    | mars-adamw | v = beta2 v + (1 - beta2) c^2; AdamW with m and v: p -= lr (wd p + m_hat / (sqrt(v_hat) + eps)) |
+    | mars-lion | p -= lr (wd p + sign(m)) |
+    | mars-shampoo | p -= lr (wd p + max(1, rows / cols)^0.5 NS5(m / (1 - beta1))) |
+    | mars-m | p -= lr (wd p + 0.2 sqrt(max(rows, cols)) NS5(m)) |
+    | adamw | AdamW on g |
+    | muon | b = beta1 b + g; p -= lr (wd p + max(1, rows / cols)^0.5 NS5(g + beta1 b)) |
+    | moonlight | as muon with the factor 0.2 sqrt(max(rows, cols)) |
+
+    Parameters with ndim < 2 are updated by AdamW on g with `lr_1d`, `betas_1d` and `weight_decay_1d`, in param groups
+    of their own. h is the gradient of the step before (`is_approx=True`), or the gradient of the current batch at the
+    previous parameters (`is_approx=False`), which the caller computes:
+
+        loss(next_batch).backward();  optimizer.update_previous_grad();  optimizer.zero_grad()
+        loss(batch).backward();       optimizer.step();                  optimizer.zero_grad()
+        optimizer.update_last_grad()
+
+    At the first step h = 0, as in the authors' code. In approx mode update_previous_grad and update_last_grad do
+    nothing, so one training loop serves both. Clip both gradients by the same global norm before handing them over;
+    under a GradScaler divide the gradients of the look-ahead by `scaler.get_scale()` yourself (`scaler.unscale_` may be
+    called once per step). `step()` modifies the parameters and the state in place and leaves `p.grad` alone.
+
+    Parameters without a gradient are skipped; their own step count starts when they first have one.
+
+    Args:
+        params: parameters, named parameters or param groups. Plain parameters are split by ndim. A group with its own
+            `rule` (one of the names above) is taken as it is; `mars_param_groups(model)` builds such groups, and knows
+            the embeddings and Conv1D weights that mars-m, muon, moonlight and mars-shampoo must treat in a special way.
+            Any argument below can be overridden in a group.
+        lr: learning rate of the matrices, per optimizer step; a float.
+        betas: coefficients of the first and the second moment.
+        eps: added to the denominator; in mars-shampoo to the Frobenius norm.
+        weight_decay: decoupled weight decay of the matrices, multiplied by lr at each step.
+        amsgrad: uses the running maximum of v, in mars-adamw and wherever AdamW applies.
+        gamma: strength of the variance reduction; 0 is none.
+        is_approx: see above.
+        mars_type: one of the names above.
+        optimize_1d: gives parameters with ndim < 2 the MARS rule too (mars-adamw's for mars-shampoo and mars-m), with
+            the matrices' lr, betas and weight_decay.
+        lr_1d: learning rate of AdamW-ruled parameters. None: 3e-3; for mars-m, moonlight and adamw `lr`.
+        betas_1d: their betas. None: (0.9, 0.95); for adamw `betas`.
+        weight_decay_1d: their weight decay, also where their param group says another `weight_decay` (the authors' code
+            decays layer norm gains so). None: 0.1; for mars-m, moonlight and adamw `weight_decay`.
+        clip_c: threshold for the norm of each tensor's c; None does not clip. The authors' loops sum the losses of the
+            micro-batches where the Trainer averages: with k micro-batches theirs is `clip_c=1/k` here.
+        memory_efficient: mars-lion, mars-shampoo and mars-m without a stored h: exactly the same updates, needs
+            is_approx=True and clip_c=None.
+        last_grad_dtype: dtype in which h is kept, e.g. torch.bfloat16; None: that of the parameter.
+        ns_steps: Newton-Schulz steps.
+        ns_dtype: dtype of the Newton-Schulz products.
+        nesterov: of muon and moonlight.
+
+    Raises:
+        ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
+            that was flattened or sharded after routing, or no parameter at all for the rule of `mars_type`.
+
+    Source: MARS, arXiv 2411.10438 (algorithms 1 to 4); MARS-M, arXiv 2510.21800; where these and the authors' code
+    disagree, the code.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        gamma: float = 0.025,
+        is_approx: bool = True,
+        mars_type: str = "mars-adamw",
+        optimize_1d: bool = False,
+        lr_1d: float | None = None,
+        betas_1d: tuple[float, float] | None = None,
+        weight_decay_1d: float | None = None,
+        *,
+        clip_c: float | None = 1.0,
+        memory_efficient: bool = False,
+        last_grad_dtype: torch.dtype | None = None,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        nesterov: bool = True,
+    ) -> None:
+        one_of("mars_type", mars_type, RULES)
+        if mars_type not in MARS_RULES:
+            for name, value, default in (
+                ("optimize_1d", optimize_1d, False),
+                ("memory_efficient", memory_efficient, False),
+            ):
+                if value != default:
+                    raise ValueError(f"{name}={value!r} belongs to MARS, not to mars_type={mars_type!r}: leave it out")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "gamma": gamma,
+            "is_approx": is_approx,
+            "mars_type": mars_type,
+            "optimize_1d": optimize_1d,
+            "lr_1d": lr_1d,
+            "betas_1d": betas_1d,
+            "weight_decay_1d": weight_decay_1d,
+            "clip_c": clip_c,
+            "memory_efficient": memory_efficient,
+            "last_grad_dtype": last_grad_dtype,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "nesterov": nesterov,
+            "transposed": False,
+        }
+        super().__init__(params, defaults)
+        rules = {group["rule"] for group in self.param_groups}
+        wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
+        if not rules & wanted:
+            raise ValueError(
+                f"params: nothing is left for mars_type={mars_type!r}, no trainable parameter is a matrix: "
+                "pass optimize_1d=True, or use mars_type='adamw'"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, split by rule where it has no `rule` of its own.
+
+        Args:
+            param_group: `params` and any arguments of the constructor.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        given = dict(param_group)
+        given["params"] = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
+        finished = list(self._split(given))
+        for group in finished:
+            check_hyperparameters(group)
+            for i, p in enumerate(group["params"]):
+                self._check_parameter(_tensor(p), group, i)
+        for group in finished:
+            super().add_param_group(group)
+            for name in _ROUTING:  # torch filled them in from the defaults
+                del group[name]
+
+    def _split(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The finished groups of a group, each with one rule and every hyperparameter."""
+        values = {**self.defaults, **given}
+        names = ("lr", "betas", "weight_decay", "lr_1d", "betas_1d", "weight_decay_1d")
+        one_of("mars_type", values["mars_type"], RULES)
+        adamw = adamw_hyperparameters(values["mars_type"], **{name: values[name] for name in names})
+        exact_phase = {"last_grad_is_used": False, "previous_grad_is_set": False}
+        if "rule" in given:
+            one_of("rule", given["rule"], RULES)
+            any_vector = any(_tensor(p).ndim < 2 for p in given["params"])
+            inherited = adamw if given["rule"] == "adamw" else {}
+            yield {**self.defaults, "optimize_1d": any_vector, **inherited, **exact_phase, **given}
+            return
+        matrices: list[Any] = []
+        vectors: list[Any] = []
+        for p in given["params"]:
+            (matrices if _tensor(p).ndim >= 2 else vectors).append(p)
+        mars_type = values["mars_type"]
+        if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
+            warnings.warn(
+                f"mars_type={mars_type!r} orthogonalises every matrix it is given, embeddings and output head too: "
+                "build the groups with mars_param_groups(model) to leave those to AdamW",
+                stacklevel=4,
+            )
+        if matrices or not vectors:
+            yield {**values, **exact_phase, "rule": mars_type, "params": matrices}
+        if vectors:
+            own = {} if values["optimize_1d"] else adamw
+            rule = vector_rule(mars_type, values["optimize_1d"])
+            yield {**values, **own, **exact_phase, "rule": rule, "params": vectors}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of the same rules; the hyperparameters become those that were saved.
+
+        Args:
+            state_dict: what `state_dict()` returned; not modified.
+
+        Raises:
+            ValueError: it was saved by another optimizer, or with other rules. Nothing is loaded then.
+        """
+        for name in ("rule", "is_approx"):
+            saved = [group.get(name) for group in state_dict["param_groups"]]
+            here = [group[name] for group in self.param_groups]
+            if saved != here:
+                raise ValueError(
+                    f"state_dict: {name} of the saved param groups is {saved}, of this optimizer {here}: "
+                    "build the optimizer with the parameters and arguments of the run that saved it"
+                )
+        super().load_state_dict(state_dict)
+        # torch casts every floating-point state to the dtype of its parameter.
+        for group in self.param_groups:
+            for p in group["params"]:
+                for name in ("last_grad", "previous_grad"):
+                    if name in self.state[p]:
+                        self.state[p][name] = self.state[p][name].to(group["last_grad_dtype"] or p.dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, bs: int | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            bs: accepted and unused, as in the authors' template.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            ValueError: a sparse gradient, a parameter flattened after routing, or in exact mode a reference gradient
+                that was not renewed since the step before. Nothing is modified then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, self._with_gradients(group)) for group in self.param_groups]
+        self._warn_of_overwritten_lr()
+        for group, params in work:
+            for p in params:
+                self._init_state(p, group)
+            for alike in _alike(params):
+                grads = [p.grad for p in alike if p.grad is not None]
+                state = {name: [self.state[p][name] for p in alike] for name in state_names(group)}
+                update_(alike, grads, state, group, LocalTensors())
+        for group in self._exact_groups():
+            group["last_grad_is_used"] = True
+        return loss
+
+    @torch.no_grad()
+    def update_previous_grad(self) -> None:
+        """Exact mode: keeps a copy of `p.grad`, the look-ahead gradient, as h of the step after the coming one.
+
+        Elements that are not finite (an overflow under a GradScaler) are kept as 0, which means no reference. Does
+        nothing in approx mode.
+
+        Raises:
+            ValueError: called between `step()` and `update_last_grad()`.
+        """
+        for group in self._exact_groups():
+            if group["last_grad_is_used"]:
+                raise ValueError("update_previous_grad() came after step(): call update_last_grad() first")
+        for group in self._exact_groups():
+            for p in group["params"]:
+                state = self.state[p]
+                if p.grad is None:
+                    if "previous_grad" in state:
+                        state["previous_grad"].zero_()
+                    continue
+                if "previous_grad" not in state:
+                    state["previous_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
+                state["previous_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
+            group["previous_grad_is_set"] = True
+
+    @torch.no_grad()
+    def update_last_grad(self) -> None:
+        """Exact mode: makes the gradient of `update_previous_grad()` the h of the next step.
+
+        Call it once after each `step()`, also when a GradScaler skipped the step. Without an `update_previous_grad()`
+        since the last call (the final iteration has no next batch) the next `step()` raises. Does nothing in approx
+        mode.
+
+        Raises:
+            ValueError: neither `update_previous_grad()` nor `step()` was called since the last call.
+        """
+        for group in self._exact_groups():
+            if not group["last_grad_is_used"] and not group["previous_grad_is_set"]:
+                raise ValueError("update_last_grad() came first: call update_previous_grad() and step() before it")
+        for group in self._exact_groups():
+            if not group["previous_grad_is_set"]:
+                continue
+            for p in group["params"]:
+                state = self.state[p]
+                if "previous_grad" in state:
+                    # The memory of the used h serves the next look-ahead.
+                    used = state.get("last_grad", None)
+                    state["last_grad"] = state["previous_grad"]
+                    state["previous_grad"] = torch.zeros_like(state["last_grad"]) if used is None else used
+            group["last_grad_is_used"] = group["previous_grad_is_set"] = False
+
+    def _exact_groups(self) -> list[dict[str, Any]]:
+        return [g for g in self.param_groups if not g["is_approx"] and "last_grad" in state_names(g)]
+
+    def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        """The parameters of a group that have a gradient, checked; modifies nothing."""
+        if group["last_grad_is_used"]:
+            raise ValueError(
+                "step() in exact mode has no reference gradient for this batch: call update_previous_grad() before "
+                "and update_last_grad() after each step()"
+            )
+        params = []
+        for i, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
+                raise ValueError(f"{_name(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
+            if p not in self.state:
+                self._check_parameter(p, group, i)
+            params.append(p)
+        return params
+
+    @staticmethod
+    def _check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
+        """Raises ValueError for a parameter that the rule of its group cannot update."""
+        if p.is_complex():
+            raise ValueError(f"{_name(p, group, i)} is complex: pass torch.view_as_real of it instead")
+        # A DTensor exists only where its module is loaded, and loading it takes half a second.
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and isinstance(p, dtensor.DTensor):
+            raise ValueError(f"{_name(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
+        vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
+        if p.ndim < 2 and not vectors_allowed:
+            raise ValueError(
+                f"{_name(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule 'adamw'; "
+                "engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
+            )
+
+    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        for name in state_names(group):
+            if name in state:
+                continue
+            if name == "step":
+                # torch's fused kernels read the count on the device of the parameter.
+                state[name] = torch.zeros((), dtype=torch.float32, device=p.device)
+            else:
+                state[name] = torch.zeros_like(p, dtype=group["last_grad_dtype"] if name == "last_grad" else None)
+
+    def _warn_of_overwritten_lr(self) -> None:
+        lr, lr_1d = self.defaults["lr"], self.defaults["lr_1d"]
+        if lr_1d in (None, lr) or self.defaults["optimize_1d"] or len(self.param_groups) == 1:
+            return
+        lrs = {group["lr"] for group in self.param_groups}
+        if len(lrs) == 1 and lrs != {0.0}:
+            warnings.warn(
+                f"every param group has the same lr, although lr={lr} and lr_1d={lr_1d} were asked for: a loop that "
+                "writes one lr into every group should scale each group's own lr instead",
+                stacklevel=5,
+            )
+
+
+def _tensor(p: Any) -> Tensor:
+    """The tensor of a parameter or of a (name, parameter) pair."""
+    return p[1] if isinstance(p, tuple) else p
+
+
+def _name(p: Tensor, group: dict[str, Any], i: int) -> str:
+    name = group["param_names"][i] if "param_names" in group else i
+    return f"parameter {name!r} (shape {tuple(p.shape)})"
+
+
+def _alike(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters that share device and dtype."""
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for p in params:
+        by_kind[p.device, p.dtype].append(p)
+    yield from by_kind.values()

@@ -1,0 +1,36 @@
+"""Orthogonalisation of matrices by Newton-Schulz iteration."""
+
+import torch
+from torch import Tensor
+
+# A quintic step maps each singular value s of X to A s + B s^3 + C s^5; five of them push (0, 1] into about [0.7, 1.2].
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+def newton_schulz(stack: Tensor, *, steps: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """Replaces the singular values of each matrix by values near 1 and keeps its singular vectors.
+
+    X = M / (||M||_F + eps), transposed so that rows <= cols; then `steps` times
+    P = X X^T;  X = A X + (B P + C P P) X.
+
+    Args:
+        stack: matrices, shape (batch, rows, cols); not modified.
+        steps: number of quintic steps.
+        eps: added to the Frobenius norm.
+        dtype: dtype of the products; bfloat16 is enough for training.
+
+    Returns:
+        A new tensor (batch, rows, cols) of dtype `dtype`.
+
+    Source: MARS-M paper (arXiv 2510.21800) and Muon; Keller Jordan's coefficients.
+    """
+    norm_dtype = torch.promote_types(stack.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=norm_dtype)
+    x = (stack / (norms + eps)).to(dtype)
+    tall = x.size(1) > x.size(2)
+    if tall:
+        x = x.mT
+    for _ in range(steps):
+        p = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(p, p, p, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x

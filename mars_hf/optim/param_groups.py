@@ -1,0 +1,154 @@
+"""From parameters to param groups: which parameter gets which rule, learning rate and weight decay."""
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from mars_hf.optim.rules import MATRIX_RULES, RULES
+from mars_hf.optim.validation import one_of
+
+# Of the types below the AdamW-ruled parameters share lr and weight decay with the matrices, as in the authors' runs.
+SHARED_LR = frozenset({"mars-m", "moonlight", "adamw"})
+# Of these, embeddings and the output head go to AdamW.
+MATRICES_WITHOUT_EMBEDDINGS = frozenset({"mars-m", "muon", "moonlight"})
+
+
+def vector_rule(mars_type: str, optimize_1d: bool) -> str:
+    """The rule of parameters with ndim < 2."""
+    if not optimize_1d:
+        return "adamw"
+    return "mars-adamw" if mars_type in MATRIX_RULES else mars_type
+
+
+def adamw_hyperparameters(
+    mars_type: str,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    lr_1d: float | None,
+    betas_1d: tuple[float, float] | None,
+    weight_decay_1d: float | None,
+) -> dict[str, Any]:
+    """lr, betas and weight_decay of AdamW-ruled parameters; None takes the default of `mars_type`."""
+    shared = mars_type in SHARED_LR
+    default_lr, default_decay = (lr, weight_decay) if shared else (3e-3, 0.1)
+    default_betas = betas if mars_type == "adamw" else (0.9, 0.95)
+    return {
+        "lr": default_lr if lr_1d is None else lr_1d,
+        "betas": default_betas if betas_1d is None else betas_1d,
+        "weight_decay": default_decay if weight_decay_1d is None else weight_decay_1d,
+    }
+
+
+def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The embedding modules of a model and their names."""
+    return ((n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+
+
+def transposed_weights(model: nn.Module) -> set[int]:
+    """Ids of the weights of transformers' Conv1D, stored (in_features, out_features)."""
+    # A model can hold a Conv1D only where its module is loaded; importing it would tie the optimizer to transformers.
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    conv1d: Any = loaded.Conv1D if loaded else ()
+    return {id(m.weight) for m in model.modules() if isinstance(m, conv1d)}
+
+
+def output_head(model: nn.Module) -> set[int]:
+    """Ids of the weights of the output embeddings, where the model names them (`get_output_embeddings`)."""
+    get: Any = getattr(model, "get_output_embeddings", None)
+    head = get() if get else None
+    return {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
+
+
+def mars_param_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    mars_type: str = "mars-adamw",
+    betas: tuple[float, float] = (0.95, 0.99),
+    weight_decay: float = 0.0,
+    optimize_1d: bool = False,
+    lr_1d: float | None = None,
+    betas_1d: tuple[float, float] | None = None,
+    weight_decay_1d: float | None = None,
+    decay_names: Collection[str] | None = None,
+    head: nn.Module | None = None,
+) -> list[dict[str, Any]]:
+    """Param groups for `MARS`, routed by the module that owns each parameter.
+
+    The matrix rule (`mars_type`) goes to every parameter with ndim >= 2; for "mars-m", "muon" and "moonlight"
+    embeddings and the output head, tied or not, go to AdamW with the vectors. Frozen parameters are left out.
+
+    Weight decay without `decay_names` follows the authors' GPT-2 runs: `weight_decay` for matrices, 0 for embeddings,
+    `weight_decay_1d` for vectors (for mars-m, muon and moonlight everything AdamW-ruled takes `weight_decay_1d`; for
+    adamw it defaults to 0 here). With `decay_names` the parameters named there decay by `weight_decay`, others do not.
+
+    Args:
+        model: the model to train; only read.
+        lr: peak learning rate of the matrix rule, per optimizer step.
+        mars_type: a rule name, see `MARS`.
+        betas: momentum coefficients of the matrix rule.
+        weight_decay: decoupled weight decay, multiplied by lr at each step.
+        optimize_1d: gives parameters with ndim < 2 the MARS rule with `lr` and `betas`.
+        lr_1d: peak learning rate of AdamW-ruled parameters; None: as in `MARS`.
+        betas_1d: their betas; None: as in `MARS`.
+        weight_decay_1d: weight decay of AdamW-ruled parameters; None: as in `MARS`, or by `decay_names`.
+        decay_names: names, as of `model.named_parameters()`, of the parameters to decay (the Trainer's grouping is
+            `trainer.get_decay_parameter_names(model)`); None: the authors' grouping.
+        head: the output head of a model without `get_output_embeddings()`.
+
+    Returns:
+        Groups with `rule`, `params`, `lr`, `betas`, `weight_decay`, `optimize_1d` and `transposed`, the matrix rule
+        first.
+
+    Raises:
+        ValueError: an unknown `mars_type`, a complex parameter, or an embedding with sparse gradients.
+
+    Source: ALGORITHM of the MARS paper (arXiv 2411.10438, appendix) and the authors' training scripts.
+    """
+    one_of("mars_type", mars_type, RULES)
+    for name, module in embeddings(model):
+        if module.sparse:
+            raise ValueError(
+                f"model: embedding {name!r} has sparse=True, which MARS cannot update: build it with sparse=False"
+            )
+    embedding_ids = {id(p) for _, m in embeddings(model) for p in m.parameters()}
+    head_ids = {id(p) for p in head.parameters()} if head is not None else output_head(model)
+    transposed_ids = transposed_weights(model)
+    to_adamw = embedding_ids | head_ids if mars_type in MATRICES_WITHOUT_EMBEDDINGS else set()
+    explicit_decay_1d = weight_decay_1d
+    vectors = adamw_hyperparameters(
+        mars_type,
+        lr=lr,
+        betas=betas,
+        weight_decay=weight_decay,
+        lr_1d=lr_1d,
+        betas_1d=betas_1d,
+        weight_decay_1d=0.0 if mars_type == "adamw" and weight_decay_1d is None else weight_decay_1d,
+    )
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if p.is_complex():
+            raise ValueError(f"model: parameter {name!r} is complex, which MARS cannot update: train its real view")
+        is_vector = p.ndim < 2
+        rule = vector_rule(mars_type, optimize_1d) if is_vector else "adamw" if id(p) in to_adamw else mars_type
+        adamw_ruled = (is_vector and not optimize_1d) or id(p) in to_adamw
+        group = {
+            "rule": rule,
+            "optimize_1d": optimize_1d,
+            "transposed": rule in MATRIX_RULES and id(p) in transposed_ids,
+            **(vectors if adamw_ruled else {"lr": lr, "betas": betas, "weight_decay": weight_decay}),
+        }
+        if decay_names is not None:
+            if not (adamw_ruled and explicit_decay_1d is not None):
+                group["weight_decay"] = weight_decay if name in decay_names else 0.0
+        elif id(p) in embedding_ids and not adamw_ruled:
+            group["weight_decay"] = 0.0
+        key = tuple(group.values())
+        groups.setdefault(key, {**group, "params": []})["params"].append(p)
+    return sorted(groups.values(), key=lambda g: (g["rule"] != mars_type, -g["weight_decay"]))
