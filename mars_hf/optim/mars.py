@@ -252,7 +252,7 @@ class MARS(torch.optim.Optimizer):
             for p in params:
                 self._init_state(p, group)
             for alike in _alike(params):
-                grads = [p.grad for p in alike if p.grad is not None]
+                grads = [_gradient(p) for p in alike]
                 state = {name: [self.state[p][name] for p in alike] for name in state_names(group)}
                 update_(alike, grads, state, group, LocalTensors())
         for group in self._exact_groups():
@@ -376,8 +376,16 @@ def _tensor(p: Any) -> Tensor:
     return p[1] if isinstance(p, tuple) else p
 
 
+def _gradient(p: Tensor) -> Tensor:
+    """p.grad in the memory layout of p: torch's fused kernels walk both by address."""
+    g = p.grad
+    assert g is not None  # `_with_gradients` keeps no other parameter
+    return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+
+
 def _name(p: Tensor, group: dict[str, Any], i: int) -> str:
-    name = group["param_names"][i] if "param_names" in group else i
+    given = group["params"][i]
+    name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
     return f"parameter {name!r} (shape {tuple(p.shape)})"
 
 
