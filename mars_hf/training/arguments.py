@@ -1,0 +1,215 @@
+"""The hyperparameters of MARS as typed arguments."""
+
+from argparse import ArgumentError
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from mars_hf.optim.rules import RULES
+from mars_hf.optim.validation import one_of
+
+# --optim NAME -> mars_type; None: mars_type decides, mars-adamw unless it is given.
+OPTIM_NAMES: dict[str, str | None] = {
+    "mars": None,
+    "mars_adamw": "mars-adamw",
+    "mars_lion": "mars-lion",
+    "mars_shampoo": "mars-shampoo",
+    "mars_m": "mars-m",
+}
+
+# Of these rules AdamW-ruled parameters share the matrices' lr; the others run them at half of it, as the paper does.
+SHARED_LR = ("mars-m", "moonlight", "adamw")
+
+
+@dataclass
+class MARSArguments:
+    """Hyperparameters of `MARS`, under the names that the command line gives them; see `MARS` for what they do.
+
+    `--optim_args "gamma=0.025,lr_1d=3e-3"` sets the same fields, with or without the prefix `mars_`. The matrices' lr,
+    weight decay and eps are the Trainer's `learning_rate`, `weight_decay` and `adam_epsilon`.
+    """
+
+    mars_type: str | None = field(
+        default=None,
+        metadata={"help": f"Update rule with --optim mars: {', '.join(RULES)}. Default: mars-adamw."},
+    )
+    mars_beta1: float = field(default=0.95, metadata={"help": "Momentum coefficient of the matrices."})
+    mars_beta2: float = field(default=0.99, metadata={"help": "Second-moment coefficient of the matrices."})
+    mars_gamma: float = field(default=0.025, metadata={"help": "Strength of the variance reduction; 0 is none."})
+    mars_clip_c: float = field(
+        default=1.0,
+        metadata={"help": "Threshold for the norm of each tensor's corrected gradient; 0 does not clip."},
+    )
+    is_approx: bool = field(
+        default=True,
+        metadata={"help": "The reference gradient is that of the step before. False (exact) needs a loop of your own."},
+    )
+    optimize_1d: bool = field(default=False, metadata={"help": "Vectors follow the MARS rule too, with learning_rate."})
+    lr_1d: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak learning rate of AdamW-ruled parameters (vectors; for mars-m and moonlight embeddings and "
+            "head too). Default: learning_rate / 2, as in the paper; for mars-m, moonlight and adamw learning_rate."
+        },
+    )
+    beta1_1d: float | None = field(
+        default=None, metadata={"help": "beta1 of AdamW-ruled parameters. Default: 0.9; for adamw mars_beta1."}
+    )
+    beta2_1d: float | None = field(
+        default=None, metadata={"help": "beta2 of AdamW-ruled parameters. Default: 0.95; for adamw mars_beta2."}
+    )
+    weight_decay_1d: float | None = field(
+        default=None,
+        metadata={"help": "Weight decay of AdamW-ruled parameters. Default: what mars_decay says."},
+    )
+    mars_decay: Literal["trainer", "authors"] = field(
+        default="trainer",
+        metadata={
+            "help": "trainer: weight_decay for everything but biases and norms, as without MARS. authors: their GPT-2 "
+            "runs, that is weight_decay for matrices, 0 for embeddings, weight_decay_1d (0.1) for vectors."
+        },
+    )
+    mars_amsgrad: bool = field(default=False, metadata={"help": "Running maximum of the second moment."})
+    mars_memory_efficient: bool = field(
+        default=False,
+        metadata={"help": "mars-lion, mars-shampoo, mars-m without a stored reference gradient; needs mars_clip_c 0."},
+    )
+    mars_last_grad_dtype: str | None = field(
+        default=None, metadata={"help": "Dtype of the stored reference gradient, e.g. bfloat16."}
+    )
+    mars_ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz steps."})
+    mars_ns_dtype: str = field(default="bfloat16", metadata={"help": "Dtype of the Newton-Schulz products."})
+    mars_nesterov: bool = field(default=True, metadata={"help": "Nesterov momentum of muon and moonlight."})
+
+    def updated(self, optim_args: str | None) -> "MARSArguments":
+        """A copy with the values of `--optim_args "key=value,key=value"`.
+
+        Args:
+            optim_args: fields of this class, with or without the prefix `mars_`; None or "" changes nothing.
+
+        Raises:
+            ValueError: an unknown key, with the nearest valid one, or a value that does not parse.
+        """
+        known = {f.name: f for f in fields(MARSArguments)}
+        short = {name.removeprefix("mars_"): name for name in known if name != "mars_type"}
+        values: dict[str, Any] = {}
+        for item in filter(None, (optim_args or "").replace(" ", "").split(",")):
+            key, equals, value = item.partition("=")
+            one_of("optim_args key", key, [*dict.fromkeys([*short, *known])])
+            name = short.get(key, key)
+            if not equals:
+                raise ValueError(f"optim_args={optim_args!r}: {key!r} has no value, write {key}=VALUE")
+            values[name] = _parse(name, value)
+        return replace(self, **values)
+
+    def rule(self, optim: str) -> str:
+        """The rule that `--optim` and `mars_type` name together.
+
+        Raises:
+            ValueError: they contradict each other, or `mars_type` is unknown.
+        """
+        by_name = OPTIM_NAMES[optim]
+        if self.mars_type is not None:
+            one_of("mars_type", self.mars_type, RULES)
+        if by_name is not None and self.mars_type not in (None, by_name):
+            raise ValueError(f"mars_type={self.mars_type!r} contradicts optim={optim!r}: use optim='mars' or drop it")
+        return by_name or self.mars_type or "mars-adamw"
+
+    def constructor_arguments(self, rule: str, lr: float, weight_decay: float, eps: float) -> dict[str, Any]:
+        """Keyword arguments of `MARS`.
+
+        Args:
+            rule: the `mars_type` of `MARS`.
+            lr: peak learning rate, per optimizer step.
+            weight_decay: decoupled weight decay of the matrices.
+            eps: the optimizer's eps.
+
+        Raises:
+            ValueError: an unknown dtype, half a pair of betas, or muon without `lr_1d`.
+        """
+        lr_1d = self.lr_1d
+        if lr_1d is None:
+            if rule == "muon":
+                raise ValueError("lr_1d=None: muon's lr suits matrices only, pass lr_1d, AdamW's lr for the rest")
+            lr_1d = lr if rule in SHARED_LR else lr / 2
+        if (self.beta1_1d is None) != (self.beta2_1d is None):
+            raise ValueError(f"beta1_1d={self.beta1_1d} and beta2_1d={self.beta2_1d}: give both or neither")
+        return {
+            "lr": lr,
+            "betas": (self.mars_beta1, self.mars_beta2),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": self.mars_amsgrad,
+            "gamma": self.mars_gamma,
+            "is_approx": self.is_approx,
+            "mars_type": rule,
+            "optimize_1d": self.optimize_1d,
+            "lr_1d": lr_1d,
+            "betas_1d": None if self.beta1_1d is None else (self.beta1_1d, self.beta2_1d),
+            "weight_decay_1d": self.weight_decay_1d,
+            "clip_c": self.mars_clip_c or None,
+            "memory_efficient": self.mars_memory_efficient,
+            "last_grad_dtype": _dtype("mars_last_grad_dtype", self.mars_last_grad_dtype),
+            "ns_steps": self.mars_ns_steps,
+            "ns_dtype": _dtype("mars_ns_dtype", self.mars_ns_dtype),
+            "nesterov": self.mars_nesterov,
+        }
+
+
+@dataclass
+class MARSTrainingArguments(MARSArguments, TrainingArguments):
+    """`TrainingArguments` that know `--optim mars` and its hyperparameters, for `MARSTrainer`.
+
+    Args:
+        optim: mars (mars_type decides, mars-adamw by default), mars_adamw, mars_lion, mars_shampoo, mars_m, or any
+            optimizer of the Trainer.
+
+    Raises:
+        ValueError: an unknown `optim`, or arguments that contradict each other.
+    """
+
+    optim: str = field(
+        default="mars",
+        metadata={"help": f"{', '.join(OPTIM_NAMES)}, or any optimizer of the Trainer (adamw_torch, ...)."},
+    )
+
+    def __post_init__(self) -> None:
+        name = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
+        if name not in OPTIM_NAMES:
+            one_of("optim", name, [*OPTIM_NAMES, *(member.value for member in OptimizerNames)])
+            super().__post_init__()
+            return
+        mars_arguments(self).rule(name)
+        # TrainingArguments takes only the names of its own enum.
+        self.optim = OptimizerNames.ADAMW_TORCH.value
+        super().__post_init__()
+        self.optim = name
+
+
+def mars_arguments(args: TrainingArguments) -> MARSArguments:
+    """The MARS hyperparameters in training arguments: their fields, if they have them, and `optim_args` on top."""
+    own: Mapping[str, Any] = vars(args) if isinstance(args, MARSArguments) else {}
+    given = {f.name: own[f.name] for f in fields(MARSArguments) if f.name in own}
+    return MARSArguments(**given).updated(args.optim_args)
+
+
+def _parse(name: str, value: str) -> Any:
+    """A value of `optim_args` by the type of its field, as the command line would parse it."""
+    if value.lower() in ("none", "null"):
+        return None
+    try:
+        parsed = HfArgumentParser(MARSArguments, exit_on_error=False).parse_args([f"--{name}", value])  # type: ignore[arg-type]
+    except ArgumentError:
+        raise ValueError(f"optim_args: {name.removeprefix('mars_')}={value!r} cannot be read as its type") from None
+    return getattr(parsed, name)
+
+
+def _dtype(name: str, value: str | None) -> torch.dtype | None:
+    if value is None:
+        return None
+    one_of(name, value, ("float64", "float32", "bfloat16", "float16"))
+    return getattr(torch, value)
