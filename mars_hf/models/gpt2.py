@@ -89,6 +89,8 @@ def build_gpt2(config: GPT2Config, *, bias: bool = False) -> GPT2LMHeadModel:
     """
     model = GPT2LMHeadModel(config)
     model.train()
+    # The loss it would take anyway, but with a warning about an unrecognised one.
+    model.loss_type = "ForCausalLM"
     for name, parameter in model.named_parameters():
         if not bias and name.endswith(".bias"):
             parameter.requires_grad_(False)

@@ -1,0 +1,74 @@
+"""Settings from a YAML file and the command line, where every unknown name is an error."""
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+
+def parse_config(
+    dataclass_types: Sequence[Any], args: Sequence[str] | None = None, *, default_config: str | Path | None = None
+) -> tuple[Any, ...]:
+    """Fills dataclasses from `--config FILE.yaml` and command-line options, which win over the file.
+
+    Args:
+        dataclass_types: the dataclasses to fill; each field is a key of the file and an option.
+        args: the command line; None: that of the process.
+        default_config: the file to read when no `--config` is given.
+
+    Returns:
+        One instance of each dataclass.
+
+    Raises:
+        ValueError: an unknown key or option, with the nearest valid one, a file that cannot be read, or a value that
+            the dataclasses refuse.
+    """
+    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
+    parser.add_argument("--config", default=default_config, help="YAML file with any of the settings below.")
+    given = list(sys.argv[1:] if args is None else args)
+    known = {action.dest for action in parser._actions} - {"help", "config"}
+    # `--help` shows the defaults of the file, so the file is read first.
+    path = _config_option(given) or default_config
+    if path is not None:
+        settings = _read(Path(path))
+        for key in settings:
+            if key not in known:
+                raise ValueError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
+        parser.set_defaults(**settings)
+        for action in parser._actions:
+            action.required = action.required and action.dest not in settings
+    *instances, _config, rest = parser.parse_args_into_dataclasses(
+        given, return_remaining_strings=True, look_for_args_file=False
+    )
+    if rest:
+        name = rest[0].split("=")[0]
+        raise ValueError(f"unknown argument {name!r}{_nearest(name.lstrip('-'), known, prefix='--')}")
+    return tuple(instances)
+
+
+def _config_option(args: list[str]) -> str | None:
+    for i, arg in enumerate(args):
+        if arg == "--config" and i + 1 < len(args):
+            return args[i + 1]
+        if arg.startswith("--config="):
+            return arg.removeprefix("--config=")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"config={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"config={str(path)!r} must hold `key: value` lines")
+    return settings
+
+
+def _nearest(name: str, known: set[str], prefix: str = "") -> str:
+    near = get_close_matches(name.replace("-", "_"), known, n=1)
+    return f", did you mean {prefix + near[0]!r}?" if near else ": --help lists them all"
