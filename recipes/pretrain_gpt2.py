@@ -62,7 +62,9 @@ class ModelArguments:
 
 @dataclass
 class EvaluationArguments:
-    lm_eval_tasks: list[str] = field(default_factory=list, metadata={"help": "lm-eval tasks to score at the end."})
+    lm_eval_tasks: list[str] = field(
+        default_factory=list, metadata={"help": "lm-eval tasks to score at the end, or none."}
+    )
     lm_eval_limit: int | None = field(default=None, metadata={"help": "Items of each task; default: all at hand."})
     lm_eval_data: str | None = field(default=None, metadata={"help": "Folder with <task>/<split>.jsonl."})
     sample_prompt: str = field(default="It is a truth", metadata={"help": "Start of the sampled text."})
@@ -70,9 +72,16 @@ class EvaluationArguments:
 
 
 def main() -> None:
+    if not torch.accelerator.is_available():
+        # Without this several processes on CPUs would each train alone.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     data_args, model_args, eval_args, args = parse_config(
         [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
     )
+    if args.world_size != int(os.environ.get("WORLD_SIZE", 1)):
+        raise ValueError(
+            f"{os.environ["WORLD_SIZE"]} processes were launched, each would train alone: on CPUs add --use_cpu true"
+        )
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -139,7 +148,7 @@ def main() -> None:
         if eval_args.sample_tokens:
             results["sample"] = sample(trainer.model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
             say(args, f"\n{results['sample']}\n")
-        if eval_args.lm_eval_tasks:
+        if eval_args.lm_eval_tasks not in ([], ["none"]):
             results["lm_eval"] = score(trainer.model, tokenizer, eval_args)
         (Path(args.output_dir) / "results.json").write_text(json.dumps(results, indent=2))
         say(

@@ -1,7 +1,8 @@
 """One update of the tensors of a param group: which passes run, over what pieces, in what order."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,41 @@ class Chunk(NamedTuple):
     owners: list[int]  # for each piece, the index of the tensor that it belongs to
 
 
+class NormBounds:
+    """Tells on CPU which tensors cannot be clipped, which saves them the pass that measures ||c||.
+
+    ||c|| <= (1 + alpha) ||g|| + alpha ||h||, and in approx mode ||h|| is known from the step that stored h. On
+    accelerators reading a norm would synchronise the host; there every tensor may be clipped.
+    """
+
+    def __init__(self) -> None:
+        # h -> (version of h when it was stored, ||h||): a later write to h by anyone else makes the norm unknown.
+        self._known: dict[Tensor, tuple[int, float]] = {}
+
+    def may_clip(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> list[bool]:
+        """Whether ||c|| may exceed clip_c, for each tensor; see `update_` for the arguments."""
+        self._norms: list[float] = []
+        if grads[0].device.type != "cpu" or last_grads[0].dtype != grads[0].dtype or not hyper["is_approx"]:
+            return [True] * len(grads)
+        self._norms = [float(square) ** 0.5 for square in squared_norms(grads)]
+        beta1 = hyper["betas"][0]
+        alpha = hyper["gamma"] * beta1 / (1 - beta1)
+        limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
+        answers = []
+        for g_norm, h in zip(self._norms, last_grads):
+            version, h_norm = self._known.get(h, (-1, 0.0))
+            answers.append(version != h._version or not (1 + alpha) * g_norm + alpha * h_norm <= limit)
+        return answers
+
+    def remember(self, last_grads: Tensors) -> None:
+        """Notes that each h now holds the g of the last `may_clip`."""
+        self._known.update({h: (h._version, norm) for h, norm in zip(last_grads, self._norms)})
+
+
 @torch.no_grad()
-def update_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding) -> None:
+def update_(
+    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, bounds: NormBounds
+) -> None:
     """Applies the rule of a param group.
 
     Args:
@@ -51,30 +85,46 @@ def update_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, shardin
         state: for each of `state_names(hyper)` the list of tensors; modified in place.
         hyper: the param group.
         sharding: answers for tensors that are shards.
+        bounds: what is known of the norms from the last step; brought up to date.
     """
-    pieces = list(chunks(params, grads, state))
+    if "step" in state:
+        torch._foreach_add_(state["step"], 1)
     reference = "last_grad" in state
-    clipped = reference and hyper["clip_c"] is not None
-    if clipped:
-        factors = clip_factors(sharding.whole_norms(_squared_norms_of_c_(pieces, len(params), hyper)), hyper["clip_c"])
-    for chunk in pieces:
-        cs = chunk.grads
-        if reference:
-            cs = last_grads = chunk.state["last_grad"]
-            if not clipped or cs[0].dtype != chunk.grads[0].dtype:
-                cs = corrected_gradients_(chunk.grads, last_grads, hyper)
-            if clipped:
-                scale_(cs, [factors[owner] for owner in chunk.owners])
-        ELEMENTWISE[hyper["rule"]](chunk.params, chunk.grads, cs, chunk.state, hyper)
-        if reference and hyper["is_approx"]:
-            # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
-            torch._foreach_copy_(last_grads, chunk.grads)
+    clips = reference and hyper["clip_c"] is not None
+    may_clip = bounds.may_clip(grads, state["last_grad"], hyper) if clips else [False] * len(params)
+    for clip in (False, True):
+        where = [i for i, may in enumerate(may_clip) if may == clip]
+        if where:
+            part = {name: [tensors[i] for i in where] for name, tensors in state.items()}
+            _elementwise_([params[i] for i in where], [grads[i] for i in where], part, hyper, sharding, clip)
+    if clips and hyper["is_approx"]:
+        bounds.remember(state["last_grad"])
     if hyper["rule"] in MATRIX_RULES:
         for where in _equal_shapes(params):
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
             matrices = momenta([grads[i] for i in where], exp_avgs, hyper)
             updates = sharding.on_whole_matrices(matrices, lambda whole: orthogonal_updates(whole, hyper))
             add_updates_([params[i] for i in where], updates, hyper)
+
+
+def _elementwise_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, clip: bool) -> None:
+    """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
+    pieces = list(chunks(params, grads, state))
+    if clip:
+        norms = sharding.whole_norms(_squared_norms_of_c_(pieces, len(params), hyper))
+        factors = clip_factors(norms, hyper["clip_c"])
+    for chunk in pieces:
+        cs = chunk.grads
+        if "last_grad" in state:
+            cs = last_grads = chunk.state["last_grad"]
+            if not clip or cs[0].dtype != chunk.grads[0].dtype:
+                cs = corrected_gradients_(chunk.grads, last_grads, hyper)
+            if clip:
+                scale_(cs, [factors[owner] for owner in chunk.owners])
+        ELEMENTWISE[hyper["rule"]](chunk.params, chunk.grads, cs, chunk.state, hyper)
+        if "last_grad" in state and hyper["is_approx"]:
+            # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
+            torch._foreach_copy_(last_grads, chunk.grads)
 
 
 def _squared_norms_of_c_(pieces: list[Chunk], count: int, hyper: Hyper) -> Tensor:
@@ -99,7 +149,7 @@ def chunks(params: Tensors, grads: Tensors, state: State) -> Iterator[Chunk]:
     for i, tensors in enumerate(zip(params, grads, *state.values())):
         numel = tensors[0].numel()
         if numel > limit and all(t.is_contiguous() for t in tensors):
-            pieces = list(zip(*(_cut(t, limit, numel) for t in tensors)))
+            pieces = list(zip(*(t.view(-1).split(limit) if t.dim() else repeat(t) for t in tensors)))
         else:
             pieces = [tensors]
         for piece in pieces:
@@ -114,13 +164,6 @@ def chunks(params: Tensors, grads: Tensors, state: State) -> Iterator[Chunk]:
             size += piece[0].numel()
     if chunk.owners:
         yield chunk
-
-
-def _cut(t: Tensor, limit: int, numel: int) -> Sequence[Tensor]:
-    """Flat views of at most `limit` elements; of a step count copies, and itself at last, so that it advances once."""
-    if t.dim() > 0:
-        return t.view(-1).split(limit)
-    return [t.clone() for _ in range((numel - 1) // limit)] + [t]
 
 
 def _empty_chunk(state: State) -> Chunk:

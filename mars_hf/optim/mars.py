@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mars_hf.optim.apply import update_
+from mars_hf.optim.apply import NormBounds, update_
 from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, adamw_hyperparameters, vector_rule
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
 from mars_hf.optim.sharding import LocalTensors
@@ -220,6 +220,7 @@ class MARS(torch.optim.Optimizer):
                     "build the optimizer with the parameters and arguments of the run that saved it"
                 )
         super().load_state_dict(state_dict)
+        self.__dict__.pop("_bounds", None)
         # torch casts every floating-point state to the dtype of its parameter.
         for group in self.param_groups:
             for p in group["params"]:
@@ -248,13 +249,15 @@ class MARS(torch.optim.Optimizer):
                 loss = closure()
         work = [(group, self._with_gradients(group)) for group in self.param_groups]
         self._warn_of_overwritten_lr()
+        # Only a memory of norms, which a copy or an unpickled optimizer starts without.
+        bounds = self.__dict__.setdefault("_bounds", NormBounds())
         for group, params in work:
             for p in params:
                 self._init_state(p, group)
             for alike in _alike(params):
                 grads = [_gradient(p) for p in alike]
                 state = {name: [self.state[p][name] for p in alike] for name in state_names(group)}
-                update_(alike, grads, state, group, LocalTensors())
+                update_(alike, grads, state, group, LocalTensors(), bounds)
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
         return loss

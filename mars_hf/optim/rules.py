@@ -92,28 +92,22 @@ def scale_(tensors: Tensors, factors: Factors) -> None:
 
 
 def adamw_(params: Tensors, grads: Tensors, state: State, hyper: Hyper) -> None:
-    """AdamW on `grads` (mars-adamw: c) by torch's own kernel, fused where the device has one.
+    """AdamW on `grads` (mars-adamw: c) by torch's own kernel, fused where the device has one; `step` counts this step.
 
     mars-adamw takes v from the clipped c, as the authors' code does; their README prints g^2. amsgrad puts the running
     maximum of v into the denominator.
     """
     beta1, beta2 = hyper["betas"]
-    torch_adamw(
-        params,
-        grads,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state.get("max_exp_avg_sq", []),
-        state["step"],
-        fused=params[0].device.type in _get_fused_kernels_supported_devices(),
-        amsgrad=hyper["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        lr=hyper["lr"],
-        weight_decay=hyper["weight_decay"],
-        eps=hyper["eps"],
-        maximize=False,
-    )
+    tensors = (params, grads, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []))
+    numbers = {
+        **{"lr": hyper["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": hyper["weight_decay"]},
+        **{"eps": hyper["eps"], "amsgrad": hyper["amsgrad"], "maximize": False},
+    }
+    if params[0].device.type in _get_fused_kernels_supported_devices():
+        torch._fused_adamw_(*tensors, state["step"], **numbers, grad_scale=None, found_inf=None)
+    else:
+        # This one counts the step by itself.
+        torch_adamw(*tensors, list(torch._foreach_sub(state["step"], 1)), foreach=True, **numbers)
 
 
 def advance_(grads: Tensors, state: State, hyper: Hyper) -> None:

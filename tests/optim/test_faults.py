@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mars_hf import MARS, mars_param_groups
+from mars_hf.optim.apply import NormBounds
 
 RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
@@ -409,3 +410,38 @@ def test_clip_is_per_whole_tensor_and_without_effect_below_the_threshold():
     small[0].grad = torch.full((6, 4), 3.0)
     free.step()
     torch.testing.assert_close(free.state[small[0]]["exp_avg"], torch.full((6, 4), 3.0 * 0.05))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_shortcut_around_the_clip_changes_nothing(rule, monkeypatch):
+    """Gradients on both sides of the threshold; the pass over c is saved only where it cannot matter."""
+    shapes = [(6, 4), (5, 3), (7, 2)]
+
+    def trained(always_measure):
+        params = params_of(*shapes)
+        optimizer = by_rule(params, rule)
+        measured = []
+        with monkeypatch.context() as patch:
+            if always_measure:
+                patch.setattr("mars_hf.optim.apply.NormBounds.may_clip", lambda *args: [True] * len(shapes))
+                patch.setattr("mars_hf.optim.apply.NormBounds.remember", lambda *args: None)
+            else:
+                original = NormBounds.may_clip
+                patch.setattr(
+                    "mars_hf.optim.apply.NormBounds.may_clip",
+                    lambda *args: measured.append(original(*args)) or measured[-1],
+                )
+            for t in range(8):
+                for p, g, scale in zip(params, grads_of(params, t), (0.01, 0.15, 3.0)):
+                    p.grad = g * scale
+                if t == 5:  # someone else writes h: what was known of it no longer holds
+                    optimizer.state[params[0]]["last_grad"].fill_(10.0)
+                optimizer.step()
+        return [p.detach() for p in params], measured
+
+    expected, _ = trained(always_measure=True)
+    got, measured = trained(always_measure=False)
+    assert [row[0] for row in measured] == [True, False, False, False, False, True, False, False]
+    assert all(row[2] for row in measured)
+    for a, b in zip(expected, got):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)

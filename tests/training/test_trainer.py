@@ -234,3 +234,32 @@ def test_exact_mode_and_sharding_engines_are_refused_before_the_first_step(tmp_p
             patch.setenv(variable, "true")
             with pytest.raises(ValueError, match=f"not available under {engine}"):
                 trainer.create_optimizer()
+
+
+def test_step_skipped_for_an_overflow_leaves_parameters_and_reference_gradient_alone(tmp_path):
+    """Loss scaling in the Trainer, with an overflow at the fourth step."""
+
+    class Overflowing(MARSTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            # accelerate gives CPU no scaler by itself.
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("inf") if self.state.global_step == 3 else loss
+
+    history = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+            tensors = {f"{i}.{k}": v.clone() for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+            history.append({**{n: p.detach().clone() for n, p in model.named_parameters()}, **tensors})
+
+    trainer = train(arguments(tmp_path, max_steps=6), trainer_class=Overflowing, callbacks=[Watch()])
+    assert isinstance(trainer.optimizer.scaler, torch.amp.GradScaler)
+    for name, value in history[3].items():
+        torch.testing.assert_close(value, history[2][name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    moved = [name for name in history[4] if not torch.equal(history[4][name], history[3][name])]
+    assert any("last_grad" in name for name in moved)
+    assert all(torch.isfinite(value).all() for value in history[-1].values())

@@ -1,0 +1,33 @@
+"""Shared by all tests: where the repository is, and how to run its command lines."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Nothing here may ask the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def root():
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Runs `accelerate launch ARGS`, from the root of the repository; returns the completed process."""
+
+    def run(*args, timeout=600, check=True, **kwargs):
+        command = [str(Path(sys.executable).with_name("accelerate")), "launch", *map(str, args)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **kwargs)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)} exited {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return done
+
+    return run
