@@ -78,10 +78,9 @@ def main() -> None:
     data_args, model_args, eval_args, args = parse_config(
         [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
     )
-    if args.world_size != int(os.environ.get("WORLD_SIZE", 1)):
-        raise ValueError(
-            f"{os.environ["WORLD_SIZE"]} processes were launched, each would train alone: on CPUs add --use_cpu true"
-        )
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != launched:
+        raise ValueError(f"{launched} processes were launched, each would train alone: on CPUs add --use_cpu true")
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
