@@ -1,0 +1,51 @@
+"""Every YAML file of the repository, and the benchmark."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from mars_hf import MARSTrainingArguments
+from mars_hf.training.config import parse_config
+
+
+def recipe(root):
+    sys.path.insert(0, str(root / "recipes"))
+    try:
+        import pretrain_gpt2
+    finally:
+        sys.path.pop(0)
+    return pretrain_gpt2
+
+
+def test_every_recipe_config_parses(root, tmp_path):
+    configs = sorted((root / "recipes" / "configs").glob("*.yaml"))
+    assert configs
+    module = recipe(root)
+    types = [module.DataArguments, module.ModelArguments, module.EvaluationArguments, MARSTrainingArguments]
+    for path in configs:
+        settings = yaml.safe_load(path.read_text())
+        parsed = parse_config(types, ["--config", str(path), "--output_dir", str(tmp_path)])
+        values = {name: value for part in parsed for name, value in vars(part).items()}
+        for name in settings.keys() - {"output_dir", "lr_scheduler_type", "eval_strategy", "report_to"}:
+            assert values[name] == settings[name], f"{path.name}: {name}"
+
+
+def test_every_accelerate_config_is_used_by_a_test(root):
+    """Files here are exercised as they are: ddp_cpu.yaml by tests/distributed/test_ddp.py."""
+    assert {path.name for path in (root / "accelerate_configs").iterdir()} == {"ddp_cpu.yaml"}
+
+
+@pytest.mark.parametrize("optimizers", [["mars-adamw", "mars-lion"], ["mars-m", "mars-shampoo", "moonlight", "adamw"]])
+def test_benchmark_runs(root, tmp_path, optimizers):
+    output = tmp_path / "step.json"
+    command = [sys.executable, "recipes/bench_step.py", "--model", "tiny", "--rounds", "2", "--warmup", "1"]
+    command += ["--output", str(output), "--optimizers", *optimizers]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    times = json.loads(output.read_text())["seconds"]
+    assert list(times) == ["adamw-fused", *optimizers]
+    assert all(len(values) == 2 for values in times.values())
+    assert all(name in done.stdout for name in times)
