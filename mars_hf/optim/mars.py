@@ -56,8 +56,8 @@ class MARS(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or param groups. Plain parameters are split by ndim. A group with its own
             `rule` (one of the names above) is taken as it is; `mars_param_groups(model)` builds such groups, and knows
-            the embeddings and Conv1D weights that mars-m, muon, moonlight and mars-shampoo must treat in a special way.
-            Any argument below can be overridden in a group.
+            the embeddings and Conv1D weights that mars-m, muon, moonlight and mars-shampoo must treat in a special way
+            (`transposed=True` in a group of Conv1D weights). Any argument below can be overridden in a group.
         lr: learning rate of the matrices, per optimizer step; a float.
         betas: coefficients of the first and the second moment.
         eps: added to the denominator; in mars-shampoo to the Frobenius norm.
@@ -114,11 +114,8 @@ class MARS(torch.optim.Optimizer):
     ) -> None:
         one_of("mars_type", mars_type, RULES)
         if mars_type not in MARS_RULES:
-            for name, value, default in (
-                ("optimize_1d", optimize_1d, False),
-                ("memory_efficient", memory_efficient, False),
-            ):
-                if value != default:
+            for name, value in (("optimize_1d", optimize_1d), ("memory_efficient", memory_efficient)):
+                if value:
                     raise ValueError(f"{name}={value!r} belongs to MARS, not to mars_type={mars_type!r}: leave it out")
         defaults = {
             "lr": lr,
@@ -157,10 +154,19 @@ class MARS(torch.optim.Optimizer):
             param_group: `params` and any arguments of the constructor.
 
         Raises:
-            ValueError: as the constructor.
+            TypeError: a set, whose order changes between runs, or something that is no tensor.
+            ValueError: as the constructor, or a parameter that is in a group already. Nothing is added then.
         """
         given = dict(param_group)
+        if isinstance(given["params"], set):
+            raise TypeError("params is a set, whose order changes between runs: pass a list")
         given["params"] = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for i, p in enumerate(given["params"]):
+            if not isinstance(_tensor(p), Tensor):
+                raise TypeError(f"params[{i}] is a {type(_tensor(p)).__name__}: pass tensors")
+            if id(_tensor(p)) in known:
+                raise ValueError(f"{_name(_tensor(p), given, i)} is in another param group: give it one")
         finished = list(self._split(given))
         for group in finished:
             check_hyperparameters(group)
@@ -277,11 +283,11 @@ class MARS(torch.optim.Optimizer):
                 raise ValueError("update_previous_grad() came after step(): call update_last_grad() first")
         for group in self._exact_groups():
             for p in group["params"]:
-                state = self.state[p]
                 if p.grad is None:
-                    if "previous_grad" in state:
-                        state["previous_grad"].zero_()
+                    if "previous_grad" in self.state.get(p, ()):
+                        self.state[p]["previous_grad"].zero_()
                     continue
+                state = self.state[p]
                 if "previous_grad" not in state:
                     state["previous_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
                 state["previous_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
@@ -305,7 +311,7 @@ class MARS(torch.optim.Optimizer):
             if not group["previous_grad_is_set"]:
                 continue
             for p in group["params"]:
-                state = self.state[p]
+                state = self.state.get(p, {})
                 if "previous_grad" in state:
                     # The memory of the used h serves the next look-ahead.
                     used = state.get("last_grad", None)
@@ -329,7 +335,7 @@ class MARS(torch.optim.Optimizer):
                 continue
             if p.grad.layout != torch.strided:
                 raise ValueError(f"{_name(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
-            if p not in self.state:
+            if "exp_avg" not in self.state.get(p, ()):
                 self._check_parameter(p, group, i)
             params.append(p)
         return params

@@ -179,6 +179,13 @@ def test_bad_group_leaves_the_optimizer_as_it_was():
         with pytest.raises(ValueError):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], **bad})
     assert len(optimizer.param_groups) == 1
+    matrix, known = nn.Parameter(torch.ones(3, 3)), optimizer.param_groups[0]["params"][0]
+    with pytest.raises(ValueError, match="in another param group"):
+        optimizer.add_param_group({"params": [matrix, nn.Parameter(torch.ones(3)), known]})
+    for wrong in ({matrix}, [matrix, 3]):
+        with pytest.raises(TypeError, match="params"):
+            optimizer.add_param_group({"params": wrong})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_closure_named_parameters_deepcopy_and_pickle():
