@@ -31,3 +31,12 @@ def launch():
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A text file of 150,000 characters, the start of the embedded corpus."""
+    text = (ROOT / "mars_hf" / "data" / "embedded" / "austen.txt").read_text()
+    path = tmp_path_factory.mktemp("corpus") / "small.txt"
+    path.write_text(text[:150_000])
+    return path

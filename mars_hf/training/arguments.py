@@ -9,6 +9,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from mars_hf.optim.param_groups import SHARED_LR
 from mars_hf.optim.rules import RULES
 from mars_hf.optim.validation import one_of
 
@@ -20,9 +21,6 @@ OPTIM_NAMES: dict[str, str | None] = {
     "mars_shampoo": "mars-shampoo",
     "mars_m": "mars-m",
 }
-
-# Of these rules AdamW-ruled parameters share the matrices' lr; the others run them at half of it, as the paper does.
-SHARED_LR = ("mars-m", "moonlight", "adamw")
 
 
 @dataclass
@@ -135,6 +133,7 @@ class MARSArguments:
         if lr_1d is None:
             if rule == "muon":
                 raise ValueError("lr_1d=None: muon's lr suits matrices only, pass lr_1d, AdamW's lr for the rest")
+            # Half of it is the ratio of all the paper's runs.
             lr_1d = lr if rule in SHARED_LR else lr / 2
         if (self.beta1_1d is None) != (self.beta2_1d is None):
             raise ValueError(f"beta1_1d={self.beta1_1d} and beta2_1d={self.beta2_1d}: give both or neither")

@@ -11,14 +11,6 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory, root):
-    text = (root / "mars_hf" / "data" / "embedded" / "austen.txt").read_text()
-    path = tmp_path_factory.mktemp("corpus") / "small.txt"
-    path.write_text(text[:60_000])
-    return path
-
-
 def train(launch, output, corpus, optim, batch, *config, accumulate=1):
     settings = [*SETTINGS.split(), "--optim", optim, "--output_dir", output, "--dataset_path", corpus]
     settings += ["--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulate]

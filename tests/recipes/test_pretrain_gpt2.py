@@ -23,14 +23,6 @@ TRAINING_ONLY = "--lm_eval_tasks none --sample_tokens 0"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory, root):
-    text = (root / "mars_hf" / "data" / "embedded" / "austen.txt").read_text()
-    path = tmp_path_factory.mktemp("corpus") / "small.txt"
-    path.write_text(text[:150_000])
-    return path
-
-
-@pytest.fixture(scope="module")
 def run(launch, tmp_path_factory):
     output = tmp_path_factory.mktemp("run")
     done = launch(RECIPE, "--output_dir", output, *SHORT.split())
