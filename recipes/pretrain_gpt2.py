@@ -143,18 +143,20 @@ def main() -> None:
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
     if args.should_save:
+        report = Path(args.output_dir) / "results.json"
+        report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         if eval_args.sample_tokens:
             results["sample"] = sample(trainer.model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
             say(args, f"\n{results['sample']}\n")
         if eval_args.lm_eval_tasks not in ([], ["none"]):
             results["lm_eval"] = score(trainer.model, tokenizer, eval_args)
-        (Path(args.output_dir) / "results.json").write_text(json.dumps(results, indent=2))
+        report.write_text(json.dumps(results, indent=2))
         say(
             args,
             f"\nevaluation loss {results['eval_loss']:.4f} nats a token, perplexity {results['perplexity']:.2f}, "
             f"{results['bits_per_byte']:.4f} bits per byte\n"
-            f"model {final}, loss curve {curve}, all figures {Path(args.output_dir) / 'results.json'}",
+            f"model {final}, loss curve {curve}, all figures {report}",
         )
     trainer.accelerator.wait_for_everyone()
 
@@ -182,11 +184,17 @@ def perplexity(trainer: MARSTrainer, predicted_bytes: int) -> dict[str, Any]:
 
 def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> str:
     """A continuation of the prompt."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    room = model.config.n_positions - inputs["input_ids"].shape[1]
+    context = model.config.n_positions
+    start = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    start = torch.tensor([start[-context // 2 :]], device=model.device)
     with torch.no_grad():
         ids = model.eval().generate(
-            **inputs, do_sample=True, top_k=50, max_new_tokens=min(tokens, room), pad_token_id=tokenizer.eos_token_id
+            start,
+            attention_mask=torch.ones_like(start),
+            do_sample=True,
+            top_k=50,
+            max_new_tokens=min(tokens, context - start.shape[1]),
+            pad_token_id=tokenizer.eos_token_id,
         )
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 

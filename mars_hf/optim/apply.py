@@ -17,6 +17,7 @@ from mars_hf.optim.rules import (
     add_updates_,
     clip_factors,
     corrected_gradients_,
+    dot,
     momenta,
     orthogonal_updates,
     scale_,
@@ -45,8 +46,9 @@ class Chunk(NamedTuple):
 class NormBounds:
     """Tells on CPU which tensors cannot be clipped, which saves them the pass that measures ||c||.
 
-    ||c|| <= (1 + alpha) ||g|| + alpha ||h||, and in approx mode ||h|| is known from the step that stored h. On
-    accelerators reading a norm would synchronise the host; there every tensor may be clipped.
+    In approx mode ||h|| is known from the step that stored h, and ||c|| <= (1 + alpha) ||g|| + alpha ||h||; where that
+    leaves it open, ||c||^2 = (1 + alpha)^2 ||g||^2 - 2 alpha (1 + alpha) <g, h> + alpha^2 ||h||^2 tells, at the cost of
+    reading g and h. On accelerators reading a norm would synchronise the host; there every tensor may be clipped.
     """
 
     def __init__(self) -> None:
@@ -63,9 +65,14 @@ class NormBounds:
         alpha = hyper["gamma"] * beta1 / (1 - beta1)
         limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
         answers = []
-        for g_norm, h in zip(self._norms, last_grads):
+        for g, g_norm, h in zip(grads, self._norms, last_grads):
             version, h_norm = self._known.get(h, (-1, 0.0))
-            answers.append(version != h._version or not (1 + alpha) * g_norm + alpha * h_norm <= limit)
+            g_part, h_part = (1 + alpha) * g_norm, alpha * h_norm
+            unclipped = version == h._version and g_part + h_part <= limit
+            # Far beyond the limit the terms of the square cancel to rounding noise.
+            if not unclipped and version == h._version and g_part + h_part < 10 * limit:
+                unclipped = g_part**2 - 2 * alpha * (1 + alpha) * dot(g, h) + h_part**2 <= limit**2
+            answers.append(not unclipped)
         return answers
 
     def remember(self, last_grads: Tensors) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,16 +10,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mars_hf.optim.apply import NormBounds, update_
-from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, adamw_hyperparameters, vector_rule
+from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, SHARED_LR, adamw_hyperparameters, vector_rule
+from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
 from mars_hf.optim.sharding import LocalTensors
-from mars_hf.optim.validation import check_hyperparameters, one_of
+from mars_hf.optim.tensors import alike, gradient_like, is_dense, name_of, same_layout, tensor_of
+from mars_hf.optim.validation import check_hyperparameters, non_negative, one_of, two_betas
 
 # Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
 _ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
 
 
-class MARS(torch.optim.Optimizer):
+class MARS(ExactReference, torch.optim.Optimizer):
     r"""MARS: variance-reduced AdamW, Lion, Shampoo and Muon, and the baselines AdamW and Muon.
 
     With g the gradient (after any global clipping), h the reference gradient and alpha = gamma beta1 / (1 - beta1):
@@ -55,9 +56,10 @@ class MARS(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or param groups. Plain parameters are split by ndim. A group with its own
-            `rule` (one of the names above) is taken as it is; `mars_param_groups(model)` builds such groups, and knows
-            the embeddings and Conv1D weights that mars-m, muon, moonlight and mars-shampoo must treat in a special way
-            (`transposed=True` in a group of Conv1D weights). Any argument below can be overridden in a group.
+            `rule` (one of the names above) is taken as it is, with its own lr, betas and weight_decay;
+            `mars_param_groups(model)` builds such groups, and knows the embeddings and Conv1D weights that mars-m,
+            muon, moonlight and mars-shampoo must treat in a special way (`transposed=True` in a group of Conv1D
+            weights). Any argument below can be overridden in a group.
         lr: learning rate of the matrices, per optimizer step; a float.
         betas: coefficients of the first and the second moment.
         eps: added to the denominator; in mars-shampoo to the Frobenius norm.
@@ -68,7 +70,8 @@ class MARS(torch.optim.Optimizer):
         mars_type: one of the names above.
         optimize_1d: gives parameters with ndim < 2 the MARS rule too (mars-adamw's for mars-shampoo and mars-m), with
             the matrices' lr, betas and weight_decay.
-        lr_1d: learning rate of AdamW-ruled parameters. None: 3e-3; for mars-m, moonlight and adamw `lr`.
+        lr_1d: learning rate of AdamW-ruled parameters. None: 3e-3; for mars-m, moonlight and adamw `lr`. In a group
+            with another `lr` it is scaled by the same factor.
         betas_1d: their betas. None: (0.9, 0.95); for adamw `betas`.
         weight_decay_1d: their weight decay, also where their param group says another `weight_decay` (the authors' code
             decays layer norm gains so). None: 0.1; for mars-m, moonlight and adamw `weight_decay`.
@@ -114,8 +117,9 @@ class MARS(torch.optim.Optimizer):
     ) -> None:
         one_of("mars_type", mars_type, RULES)
         if mars_type not in MARS_RULES:
-            for name, value in (("optimize_1d", optimize_1d), ("memory_efficient", memory_efficient)):
-                if value:
+            given = {"optimize_1d": optimize_1d, "memory_efficient": memory_efficient, "is_approx": is_approx}
+            for name, value in given.items():
+                if value != (name == "is_approx"):
                     raise ValueError(f"{name}={value!r} belongs to MARS, not to mars_type={mars_type!r}: leave it out")
         defaults = {
             "lr": lr,
@@ -143,9 +147,11 @@ class MARS(torch.optim.Optimizer):
         wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
         if not rules & wanted:
             raise ValueError(
-                f"params: nothing is left for mars_type={mars_type!r}, no trainable parameter is a matrix: "
-                "pass optimize_1d=True, or use mars_type='adamw'"
+                f"params: nothing is left for mars_type={mars_type!r}, the param groups have only {sorted(rules)}: "
+                "with ready groups pass the mars_type they were built for, without matrices optimize_1d=True or 'adamw'"
             )
+        # Not part of the state: it only serves a warning.
+        self._lrs_differed = len({group["lr"] for group in self.param_groups}) > 1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, split by rule where it has no `rule` of its own.
@@ -163,37 +169,48 @@ class MARS(torch.optim.Optimizer):
         given["params"] = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         known = {id(p) for group in self.param_groups for p in group["params"]}
         for i, p in enumerate(given["params"]):
-            if not isinstance(_tensor(p), Tensor):
-                raise TypeError(f"params[{i}] is a {type(_tensor(p)).__name__}: pass tensors")
-            if id(_tensor(p)) in known:
-                raise ValueError(f"{_name(_tensor(p), given, i)} is in another param group: give it one")
+            if not isinstance(tensor_of(p), Tensor):
+                raise TypeError(f"params[{i}] is a {type(tensor_of(p)).__name__}: pass tensors")
+            if id(tensor_of(p)) in known:
+                raise ValueError(f"{name_of(tensor_of(p), given, i)} is in another param group: give it one")
         finished = list(self._split(given))
         for group in finished:
             check_hyperparameters(group)
             for i, p in enumerate(group["params"]):
-                self._check_parameter(_tensor(p), group, i)
+                self._check_parameter(tensor_of(p), group, i)
+        running = self._exact_groups()
         for group in finished:
             super().add_param_group(group)
             for name in _ROUTING:  # torch filled them in from the defaults
                 del group[name]
+            if running:
+                group.update({name: running[0][name] for name in EXACT_PHASE})
 
     def _split(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The finished groups of a group, each with one rule and every hyperparameter."""
         values = {**self.defaults, **given}
         names = ("lr", "betas", "weight_decay", "lr_1d", "betas_1d", "weight_decay_1d")
         one_of("mars_type", values["mars_type"], RULES)
+        for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d"):
+            if values[name] is not None:
+                non_negative(name, values[name])
+        if values["betas_1d"] is not None:
+            two_betas("betas_1d", values["betas_1d"])
         adamw = adamw_hyperparameters(values["mars_type"], **{name: values[name] for name in names})
-        exact_phase = {"last_grad_is_used": False, "previous_grad_is_set": False}
+        if "lr" in given and "lr_1d" not in given and values["mars_type"] not in SHARED_LR and self.defaults["lr"] > 0:
+            # A group with another lr keeps the ratio of the two, as in the authors' code.
+            adamw["lr"] *= given["lr"] / self.defaults["lr"]
+        exact_phase = dict.fromkeys(EXACT_PHASE, False)
         if "rule" in given:
             one_of("rule", given["rule"], RULES)
-            any_vector = any(_tensor(p).ndim < 2 for p in given["params"])
+            any_vector = any(tensor_of(p).ndim < 2 for p in given["params"])
             inherited = adamw if given["rule"] == "adamw" else {}
             yield {**self.defaults, "optimize_1d": any_vector, **inherited, **exact_phase, **given}
             return
         matrices: list[Any] = []
         vectors: list[Any] = []
         for p in given["params"]:
-            (matrices if _tensor(p).ndim >= 2 else vectors).append(p)
+            (matrices if tensor_of(p).ndim >= 2 else vectors).append(p)
         mars_type = values["mars_type"]
         if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
             warnings.warn(
@@ -227,12 +244,15 @@ class MARS(torch.optim.Optimizer):
                 )
         super().load_state_dict(state_dict)
         self.__dict__.pop("_bounds", None)
-        # torch casts every floating-point state to the dtype of its parameter.
+        # torch casts every floating-point state to the dtype of its parameter, and leaves the step count where it is.
         for group in self.param_groups:
             for p in group["params"]:
+                state = self.state.get(p, {})
                 for name in ("last_grad", "previous_grad"):
-                    if name in self.state[p]:
-                        self.state[p][name] = self.state[p][name].to(group["last_grad_dtype"] or p.dtype)
+                    if name in state:
+                        state[name] = state[name].to(group["last_grad_dtype"] or p.dtype)
+                if "step" in state:
+                    state["step"] = state["step"].to(p.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, bs: int | None = None) -> Any:
@@ -260,67 +280,13 @@ class MARS(torch.optim.Optimizer):
         for group, params in work:
             for p in params:
                 self._init_state(p, group)
-            for alike in _alike(params):
-                grads = [_gradient(p) for p in alike]
-                state = {name: [self.state[p][name] for p in alike] for name in state_names(group)}
-                update_(alike, grads, state, group, LocalTensors(), bounds)
+            for same in alike(params):
+                grads = [gradient_like(p) for p in same]
+                state = {name: [self.state[p][name] for p in same] for name in state_names(group)}
+                update_(same, grads, state, group, LocalTensors(), bounds)
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
         return loss
-
-    @torch.no_grad()
-    def update_previous_grad(self) -> None:
-        """Exact mode: keeps a copy of `p.grad`, the look-ahead gradient, as h of the step after the coming one.
-
-        Elements that are not finite (an overflow under a GradScaler) are kept as 0, which means no reference. Does
-        nothing in approx mode.
-
-        Raises:
-            ValueError: called between `step()` and `update_last_grad()`.
-        """
-        for group in self._exact_groups():
-            if group["last_grad_is_used"]:
-                raise ValueError("update_previous_grad() came after step(): call update_last_grad() first")
-        for group in self._exact_groups():
-            for p in group["params"]:
-                if p.grad is None:
-                    if "previous_grad" in self.state.get(p, ()):
-                        self.state[p]["previous_grad"].zero_()
-                    continue
-                state = self.state[p]
-                if "previous_grad" not in state:
-                    state["previous_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
-                state["previous_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
-            group["previous_grad_is_set"] = True
-
-    @torch.no_grad()
-    def update_last_grad(self) -> None:
-        """Exact mode: makes the gradient of `update_previous_grad()` the h of the next step.
-
-        Call it once after each `step()`, also when a GradScaler skipped the step. Without an `update_previous_grad()`
-        since the last call (the final iteration has no next batch) the next `step()` raises. Does nothing in approx
-        mode.
-
-        Raises:
-            ValueError: neither `update_previous_grad()` nor `step()` was called since the last call.
-        """
-        for group in self._exact_groups():
-            if not group["last_grad_is_used"] and not group["previous_grad_is_set"]:
-                raise ValueError("update_last_grad() came first: call update_previous_grad() and step() before it")
-        for group in self._exact_groups():
-            if not group["previous_grad_is_set"]:
-                continue
-            for p in group["params"]:
-                state = self.state.get(p, {})
-                if "previous_grad" in state:
-                    # The memory of the used h serves the next look-ahead.
-                    used = state.get("last_grad", None)
-                    state["last_grad"] = state["previous_grad"]
-                    state["previous_grad"] = torch.zeros_like(state["last_grad"]) if used is None else used
-            group["last_grad_is_used"] = group["previous_grad_is_set"] = False
-
-    def _exact_groups(self) -> list[dict[str, Any]]:
-        return [g for g in self.param_groups if not g["is_approx"] and "last_grad" in state_names(g)]
 
     def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient, checked; modifies nothing."""
@@ -331,10 +297,10 @@ class MARS(torch.optim.Optimizer):
             )
         params = []
         for i, p in enumerate(group["params"]):
-            if p.grad is None:
+            if p.grad is None or p.numel() == 0:
                 continue
             if p.grad.layout != torch.strided:
-                raise ValueError(f"{_name(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
+                raise ValueError(f"{name_of(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
             if "exp_avg" not in self.state.get(p, ()):
                 self._check_parameter(p, group, i)
             params.append(p)
@@ -344,22 +310,28 @@ class MARS(torch.optim.Optimizer):
     def _check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
         """Raises ValueError for a parameter that the rule of its group cannot update."""
         if p.is_complex():
-            raise ValueError(f"{_name(p, group, i)} is complex: pass torch.view_as_real of it instead")
+            raise ValueError(f"{name_of(p, group, i)} is complex: pass torch.view_as_real of it instead")
         # A DTensor exists only where its module is loaded, and loading it takes half a second.
         dtensor = sys.modules.get("torch.distributed.tensor")
         if dtensor is not None and isinstance(p, dtensor.DTensor):
-            raise ValueError(f"{_name(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
+            raise ValueError(f"{name_of(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
+        if not is_dense(p):
+            raise ValueError(
+                f"{name_of(p, group, i)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor"
+            )
         vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
         if p.ndim < 2 and not vectors_allowed:
             raise ValueError(
-                f"{_name(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule 'adamw'; "
-                "engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
+                f"{name_of(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
+                "'adamw'; engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
             )
 
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         for name in state_names(group):
             if name in state:
+                if name != "step" and not same_layout(state[name], p):  # p was converted, say to channels_last
+                    state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
                 continue
             if name == "step":
                 # torch's fused kernels read the count on the device of the parameter.
@@ -368,39 +340,10 @@ class MARS(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=group["last_grad_dtype"] if name == "last_grad" else None)
 
     def _warn_of_overwritten_lr(self) -> None:
-        lr, lr_1d = self.defaults["lr"], self.defaults["lr_1d"]
-        if lr_1d in (None, lr) or self.defaults["optimize_1d"] or len(self.param_groups) == 1:
-            return
         lrs = {group["lr"] for group in self.param_groups}
-        if len(lrs) == 1 and lrs != {0.0}:
+        if self.__dict__.get("_lrs_differed") and len(lrs) == 1 and lrs != {0.0}:
             warnings.warn(
-                f"every param group has the same lr, although lr={lr} and lr_1d={lr_1d} were asked for: a loop that "
-                "writes one lr into every group should scale each group's own lr instead",
+                "every param group has the same lr, although they started with different ones (lr and lr_1d): a loop "
+                "that writes one lr into every group should scale each group's own lr instead",
                 stacklevel=5,
             )
-
-
-def _tensor(p: Any) -> Tensor:
-    """The tensor of a parameter or of a (name, parameter) pair."""
-    return p[1] if isinstance(p, tuple) else p
-
-
-def _gradient(p: Tensor) -> Tensor:
-    """p.grad in the memory layout of p: torch's fused kernels walk both by address."""
-    g = p.grad
-    assert g is not None  # `_with_gradients` keeps no other parameter
-    return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-
-
-def _name(p: Tensor, group: dict[str, Any], i: int) -> str:
-    given = group["params"][i]
-    name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
-    return f"parameter {name!r} (shape {tuple(p.shape)})"
-
-
-def _alike(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of parameters that share device and dtype."""
-    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for p in params:
-        by_kind[p.device, p.dtype].append(p)
-    yield from by_kind.values()

@@ -58,6 +58,8 @@ def transposed_weights(model: nn.Module) -> set[int]:
 
 def output_head(model: nn.Module) -> set[int]:
     """Ids of the weights of the output embeddings, where the model names them (`get_output_embeddings`)."""
+    # DistributedDataParallel and torch.compile hide the method of the model they wrap.
+    model = getattr(model, "module", getattr(model, "_orig_mod", model))
     get: Any = getattr(model, "get_output_embeddings", None)
     head = get() if get else None
     return {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()

@@ -75,6 +75,11 @@ def squared_norms(tensors: Tensors) -> Tensors:
     return list(torch._foreach_mul(norms, norms))
 
 
+def dot(a: Tensor, b: Tensor) -> float:
+    """<a, b> of two tensors on the CPU."""
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+
+
 def clip_factors(norms: Tensor, clip_c: float) -> Factors:
     """1 / max(1, ||c|| / clip_c) of each tensor: numbers on CPU; on accelerators tensors, which need no host sync."""
     factors = torch.clamp(clip_c / norms, max=1.0)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def one_of(name: str, value: Any, names: Collection[str]) -> None:
     """Raises ValueError, with the nearest valid name, unless `value` is one of `names`."""
@@ -16,24 +18,36 @@ def one_of(name: str, value: Any, names: Collection[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: {hint}choose from {', '.join(names)}")
 
 
+def non_negative(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number >= 0 (a Python float, no tensor)")
+
+
+def two_betas(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is two numbers in [0, 1)."""
+    pair = value if isinstance(value, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in pair):
+        raise ValueError(f"{name}={value!r} must be two numbers in [0, 1)")
+
+
 def check_hyperparameters(group: dict[str, Any]) -> None:
     """Raises ValueError for a param group with a value out of range or a combination that no rule serves."""
     for name in ("lr", "eps", "weight_decay", "gamma"):
-        value = group[name]
-        if isinstance(value, torch.Tensor) or not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must be a finite number >= 0, not a tensor")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
-    clip_c = group["clip_c"]
-    if clip_c is not None and (isinstance(clip_c, bool) or not 0 < clip_c < math.inf):
-        raise ValueError(f"clip_c={clip_c!r} must be a number > 0, or None for no clip")
-    if not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
+        non_negative(name, group[name])
+    two_betas("betas", group["betas"])
+    for name in ("amsgrad", "is_approx", "optimize_1d", "memory_efficient", "nesterov", "transposed"):
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name}={group[name]!r} must be True or False")
+    if group["clip_c"] is not None:
+        non_negative("clip_c", group["clip_c"])
+        if group["clip_c"] == 0:
+            raise ValueError(f"clip_c={group['clip_c']} would clip everything away: pass a number > 0, or None")
+    if isinstance(group["ns_steps"], bool) or not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
         raise ValueError(f"ns_steps={group['ns_steps']!r} must be an integer >= 1")
-    for name, optional in (("ns_dtype", False), ("last_grad_dtype", True)):
-        dtype = group[name]
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point) and not (optional and dtype is None):
-            raise ValueError(f"{name}={dtype!r} must be a floating-point torch.dtype" + " or None" * optional)
+    for name, allowed in (("ns_dtype", DTYPES), ("last_grad_dtype", (None, *DTYPES))):
+        if group[name] not in allowed:
+            raise ValueError(f"{name}={group[name]!r} is not one of {', '.join(map(str, allowed))}")
     if group["memory_efficient"]:
         check_memory_efficient(group)
 

@@ -198,7 +198,8 @@ def mars_arguments(args: TrainingArguments) -> MARSArguments:
 
 def _parse(name: str, value: str) -> Any:
     """A value of `optim_args` by the type of its field, as the command line would parse it."""
-    if value.lower() in ("none", "null"):
+    optional = {f.name for f in fields(MARSArguments) if f.default is None} | {"mars_clip_c"}
+    if value.lower() in ("none", "null") and name in optional:
         return None
     try:
         parsed = HfArgumentParser(MARSArguments, exit_on_error=False).parse_args([f"--{name}", value])  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Settings from a YAML file and the command line, where every unknown name is an error."""
 
+import argparse
+import json
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -27,27 +29,42 @@ def parse_config(
         ValueError: an unknown key or option, with the nearest valid one, a file that cannot be read, or a value that
             the dataclasses refuse.
     """
-    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
-    parser.add_argument("--config", default=default_config, help="YAML file with any of the settings below.")
+    parser = HfArgumentParser(dataclass_types, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", help="YAML file with any of the settings below; options win over it.")
     given = list(sys.argv[1:] if args is None else args)
     known = {action.dest for action in parser._actions} - {"help", "config"}
-    # `--help` shows the defaults of the file, so the file is read first.
     path = _config_option(given) or default_config
-    if path is not None:
-        settings = _read(Path(path))
-        for key in settings:
-            if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
-        parser.set_defaults(**settings)
-        for action in parser._actions:
-            action.required = action.required and action.dest not in settings
-    *instances, _config, rest = parser.parse_args_into_dataclasses(
-        given, return_remaining_strings=True, look_for_args_file=False
-    )
+    settings = {} if path is None else _read(Path(path))
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}{_nearest(str(key), known)}")
+    # `--help` shows the settings of the file, and null has no spelling on the command line.
+    parser.set_defaults(**settings)
+    for action in parser._actions:
+        action.required = action.required and action.dest not in settings
+    try:
+        # Through the parser as options, the values of a file are checked as those of the command line are.
+        words = [word for key, value in settings.items() for word in _words(key, value)]
+        *instances, _config, rest = parser.parse_args_into_dataclasses(
+            [*words, *given],
+            return_remaining_strings=True,
+            look_for_args_file=False,
+        )
+    except (argparse.ArgumentError, json.JSONDecodeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
     if rest:
         name = rest[0].split("=")[0]
         raise ValueError(f"unknown argument {name!r}{_nearest(name.lstrip('-'), known, prefix='--')}")
     return tuple(instances)
+
+
+def _words(key: str, value: Any) -> list[str]:
+    """A setting as the command line would spell it."""
+    if value is None or value == []:
+        return []
+    if isinstance(value, dict):
+        return [f"--{key}", json.dumps(value)]
+    return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def _config_option(args: list[str]) -> str | None:

@@ -1,14 +1,15 @@
 """MARSTrainer: the Trainer, with a MARS optimizer."""
 
-import os
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from mars_hf.optim import MARS, mars_param_groups
+from mars_hf.optim.validation import one_of
 from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments
 
 
@@ -26,6 +27,7 @@ def mars_optimizer(
         ValueError: exact mode, an engine that shards parameters, or hyperparameters that contradict each other.
     """
     hyper = mars_arguments(args)
+    one_of("mars_decay", hyper.mars_decay, ("trainer", "authors"))
     rule = hyper.rule(str(getattr(args.optim, "value", args.optim)))
     if not hyper.is_approx:
         raise ValueError("is_approx=False: the Trainer computes one gradient per step, use MARS in a loop of your own")
@@ -44,13 +46,10 @@ def mars_optimizer(
 
 def _refuse_sharding(args: TrainingArguments) -> None:
     """Raises ValueError under engines that flatten or shard parameters, where MARS would become another optimizer."""
-    by_launch_file = {
-        name: os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true" for name in ("DEEPSPEED", "FSDP")
-    }
-    if args.deepspeed or by_launch_file["DEEPSPEED"]:
-        raise ValueError("optim='mars' is not available under DeepSpeed: train on one process or with DDP")
-    if args.fsdp or by_launch_file["FSDP"]:
-        raise ValueError("optim='mars' is not available under FSDP: train on one process or with DDP")
+    for engine, given in (("DeepSpeed", args.deepspeed), ("FSDP", args.fsdp)):
+        # The variable is how a launch file says it.
+        if given or parse_flag_from_env(f"ACCELERATE_USE_{engine.upper()}"):
+            raise ValueError(f"optim='mars' is not available under {engine}: train on one process or with DDP")
 
 
 class MARSTrainerMixin:

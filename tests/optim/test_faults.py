@@ -146,13 +146,22 @@ def test_lr_of_vectors_follows_its_own_schedule_from_zero():
     assert all(torch.isfinite(p).all() for p in params)
 
 
-def test_one_lr_written_into_every_group_is_reported():
+@pytest.mark.parametrize("lr_1d", [2e-3, None])
+def test_one_lr_written_into_every_group_is_reported(lr_1d):
     params = params_of((6, 4), (4,))
-    optimizer = MARS(params, lr=6e-3, lr_1d=3e-3)
+    optimizer = MARS(params, lr=6e-3, lr_1d=lr_1d)
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
     with pytest.warns(UserWarning, match="scale each group's own lr"):
         run(optimizer, params, steps=1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_learning_rates_that_were_asked_for_are_not_reported(rule, recwarn):
+    params = params_of((6, 4), (4,))
+    run(by_rule(params, rule, lr=6e-3, lr_1d=6e-3), params, steps=1)
+    run(MARS(params, optimize_1d=True, lr=6e-3, lr_1d=3e-3), params, steps=1)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("rule", [*RULES, "adamw", "muon", "moonlight"])
@@ -351,11 +360,12 @@ def test_exact_mode_resumes_bit_for_bit():
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
-def test_exact_mode_parameter_without_look_ahead_gradient_has_no_reference():
-    """A parameter that the look-ahead did not reach must not use the reference of an older batch."""
+@pytest.mark.parametrize("first_reached", [True, False])
+def test_exact_mode_parameter_without_look_ahead_gradient_has_no_reference(first_reached):
+    """A parameter that the look-ahead did not reach must not use the reference of an older batch, nor the used one."""
     params = params_of((6, 4), (6, 4))
     optimizer = MARS(params, is_approx=False)
-    for reached in (True, False):
+    for reached in (first_reached, False):
         for p, g in zip(params, grads_of(params, 9)):
             p.grad = g
         if not reached:
@@ -445,3 +455,94 @@ def test_shortcut_around_the_clip_changes_nothing(rule, monkeypatch):
     assert all(row[2] for row in measured)
     for a, b in zip(expected, got):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+
+
+def test_exact_mode_goes_on_when_a_group_is_added_between_its_calls():
+    params = params_of((6, 4), (6, 4))
+    optimizer = MARS(params[:1], is_approx=False)
+    for t in range(4):
+        for p, g in zip(params, grads_of(params, t)):
+            p.grad = g
+        optimizer.update_previous_grad()
+        if t == 1:
+            optimizer.add_param_group({"params": params[1:]})
+        optimizer.step()
+        optimizer.update_last_grad()
+
+
+@pytest.mark.parametrize("rule", ["mars-shampoo", "mars-m", "muon", "moonlight"])
+def test_matrices_of_one_shape_do_not_mix(rule, monkeypatch):
+    """Equal shapes are orthogonalised in one batch, here in two; each must come out as if it were alone."""
+    together = params_of(*[(6, 4)] * 5)
+    monkeypatch.setattr("mars_hf.optim.apply.STACK_ELEMENTS", 3 * 24)
+    scales = [1e-3, 1.0, 50.0, 0.3, 7.0]
+    optimizer = by_rule(together, rule, ns_dtype=torch.float32)
+    alone = [[p.detach().clone().requires_grad_()] for p in together]
+    optimizers = [by_rule(p, rule, ns_dtype=torch.float32) for p in alone]
+    for t in range(3):
+        for p, single, own, g, scale in zip(together, alone, optimizers, grads_of(together, t), scales):
+            p.grad = scale * g
+            single[0].grad = scale * g
+            own.step()
+        optimizer.step()
+    for p, single in zip(together, alone):
+        torch.testing.assert_close(p, single[0], rtol=0, atol=1e-6)
+
+
+def test_shampoo_adds_eps_to_the_norm_of_the_corrected_momentum():
+    """NS5(m / (1 - beta1)) by hand, with an eps that matters."""
+    p = params_of((6, 4))[0]
+    before = p.detach().clone()
+    eps, beta1, gamma, lr = 0.5, 0.95, 0.025, 0.1
+    optimizer = by_rule([p], "mars-shampoo", eps=eps, lr=lr, clip_c=None, ns_dtype=torch.float32)
+    p.grad = grads_of([p], 0)[0]
+    optimizer.step()
+    x = (1 + gamma * beta1 / (1 - beta1)) * p.grad
+    x = (x / (x.norm() + eps)).T
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    torch.testing.assert_close(p.detach(), before - lr * (6 / 4) ** 0.5 * x.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_norms_beyond_the_range_of_float16(rule):
+    """A norm of 2^17 is infinite in float16, and would clip c to zero."""
+    p = nn.Parameter(torch.zeros(64, 64, dtype=torch.float16))
+    optimizer = by_rule([p], rule, lr=0.1, betas=(0.5, 0.5), gamma=0.0)
+    p.grad = torch.full_like(p, 2048.0)
+    optimizer.step()
+    assert torch.isfinite(p).all()
+    assert (p < -1e-4).all()
+
+
+@pytest.mark.parametrize("rule", [*RULES, "adamw"])
+def test_channels_last_after_the_first_steps(rule):
+    """The memory format of parameters may change under the optimizer, by `model.to` or by loading."""
+    plain, converted = params_of((4, 3, 2, 2)), params_of((4, 3, 2, 2))
+    left, right = by_rule(plain, rule), by_rule(converted, rule)
+    for t in range(4):
+        if t == 2:
+            converted[0].data = converted[0].data.to(memory_format=torch.channels_last)
+        for p, q, g in zip(plain, converted, grads_of(plain, t)):
+            p.grad, q.grad = g.clone(), g.clone()
+        left.step()
+        right.step()
+    torch.testing.assert_close(converted[0].detach(), plain[0].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_parameter_with_gaps_in_memory_is_refused():
+    """torch's fused kernels would write into the gaps."""
+    with pytest.raises(ValueError, match="gaps in memory"):
+        MARS([nn.Parameter(torch.zeros(100)[::10].view(5, 2))])
+
+
+def test_overflowed_look_ahead_means_no_reference():
+    p = params_of((2, 2))[0]
+    optimizer = MARS([p], is_approx=False)
+    p.grad = torch.tensor([[1.0, float("inf")], [float("nan"), -float("inf")]])
+    optimizer.update_previous_grad()
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.update_last_grad()
+    torch.testing.assert_close(optimizer.state[p]["last_grad"], torch.tensor([[1.0, 0.0], [0.0, 0.0]]))

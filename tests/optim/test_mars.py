@@ -148,7 +148,19 @@ def test_plain_parameters_of_an_orthogonalising_rule_warn(mars_type):
     [
         ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": float("nan")}, "lr=nan"),
-        ({"lr": torch.tensor(1e-3)}, "not a tensor"),
+        ({"lr": torch.tensor(1e-3)}, "no tensor"),
+        ({"lr": "1e-3"}, "lr='1e-3'"),
+        ({"lr": True}, "lr=True"),
+        ({"lr_1d": -1.0}, "lr_1d=-1.0"),
+        ({"weight_decay_1d": -1.0}, "weight_decay_1d=-1.0"),
+        ({"betas_1d": 0.9}, "betas_1d=0.9"),
+        ({"betas": None}, "betas=None"),
+        ({"gamma": None}, "gamma=None"),
+        ({"clip_c": "1"}, "clip_c='1'"),
+        ({"optimize_1d": "no"}, "optimize_1d='no'"),
+        ({"ns_steps": True}, "ns_steps=True"),
+        ({"ns_dtype": torch.float8_e4m3fn}, "ns_dtype=torch.float8_e4m3fn"),
+        ({"is_approx": False, "mars_type": "muon"}, "is_approx=False belongs to MARS"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
         ({"betas": (0.9,)}, "betas="),
         ({"eps": -1e-8}, "eps="),
@@ -204,6 +216,46 @@ def test_closure_named_parameters_deepcopy_and_pickle():
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         twin.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
         assert [g["rule"] for g in twin.param_groups] == ["mars-adamw", "adamw", "mars-adamw"]
+
+
+def test_loading_puts_every_state_on_the_device_and_dtype_of_its_parameter():
+    """A checkpoint read to the CPU, as the Trainer reads it, for parameters elsewhere; kernels need `step` there."""
+    params, optimizer = model_and_groups("mars-adamw", last_grad_dtype=torch.bfloat16, is_approx=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.update_previous_grad()
+    optimizer.step()
+    optimizer.update_last_grad()
+    elsewhere = [nn.Parameter(p.detach().to("meta")) for p in params]
+    groups = [{"params": elsewhere[:1], "rule": "mars-adamw"}, {"params": elsewhere[1:], "rule": "adamw"}]
+    loaded = MARS(groups, is_approx=False)
+    loaded.load_state_dict(optimizer.state_dict())
+    for p in elsewhere:
+        assert {name: t.device.type for name, t in loaded.state[p].items()} == dict.fromkeys(loaded.state[p], "meta")
+    assert {loaded.state[elsewhere[0]][name].dtype for name in ("last_grad", "previous_grad")} == {torch.bfloat16}
+
+
+def test_groups_with_another_lr_keep_the_ratio_of_the_two():
+    params = [nn.Parameter(torch.ones(shape)) for shape in [(3, 3), (3,), (3, 3), (3,)]]
+    optimizer = MARS([{"params": params[:2], "lr": 1e-5}, {"params": params[2:]}], lr=1e-3, lr_1d=5e-4)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-5, 5e-6, 1e-3, 5e-4])
+    own = MARS([{"params": params, "lr": 1e-5, "lr_1d": 7e-4}], lr=1e-3)
+    assert [g["lr"] for g in own.param_groups] == [1e-5, 7e-4]
+
+
+def test_ready_groups_of_another_rule_are_named():
+    group = {"params": [nn.Parameter(torch.ones(3, 3))], "rule": "moonlight"}
+    with pytest.raises(ValueError, match=r"have only \['moonlight'\].*pass the mars_type they were built for"):
+        MARS([group])
+
+
+def test_empty_parameters_are_skipped():
+    params = [nn.Parameter(torch.ones(3, 0)), nn.Parameter(torch.ones(3, 3))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = MARS([{"params": params, "rule": "mars-shampoo"}], mars_type="mars-shampoo")
+    optimizer.step()
+    assert list(optimizer.state) == params[1:]
 
 
 def test_foreign_state_is_refused_and_nothing_is_loaded():

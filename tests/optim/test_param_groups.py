@@ -82,6 +82,19 @@ def test_llama_linear_weights_are_not_transposed_and_the_head_is_known():
     assert routes["model.layers.0.mlp.up_proj.weight"][0::4] == ("mars-m", False)
 
 
+@pytest.mark.parametrize("name", ["module", "_orig_mod"])
+def test_head_is_known_inside_a_wrapper(name):
+    wrapper = nn.Module()
+    wrapper.add_module(name, gpt2(tie_word_embeddings=False))
+    assert routing(wrapper, mars_type="mars-m")[f"{name}.lm_head.weight"][0] == "adamw"
+
+
+def test_embedding_bags_are_embeddings():
+    model = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4))
+    assert routing(model, mars_type="mars-m")["0.weight"][0] == "adamw"
+    assert routing(model)["0.weight"][2] == 0.0
+
+
 def test_head_of_a_plain_module_can_be_named():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
     assert routing(model, mars_type="mars-m")["2.weight"][0] == "mars-m"

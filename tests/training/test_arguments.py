@@ -43,26 +43,28 @@ def test_trainer_arguments_keep_their_meaning():
     options = ["--learning_rate", "6e-3", "--weight_decay", "0.01", "--adam_epsilon", "1e-6", "--mars_gamma", "0.05"]
     options += ["--lr_1d", "1e-3", "--beta1_1d", "0.8", "--beta2_1d", "0.999", "--mars_clip_c", "0"]
     options += ["--mars_ns_dtype", "float32", "--mars_last_grad_dtype", "bfloat16", "--optimize_1d"]
+    options += ["--mars_beta1", "0.9", "--mars_beta2", "0.98", "--mars_amsgrad", "--mars_memory_efficient"]
+    options += ["--mars_ns_steps", "3", "--no_mars_nesterov", "--weight_decay_1d", "0.2", "--is_approx", "False"]
     arguments = constructor(parse(*options))
     assert arguments == {
         "lr": 6e-3,
-        "betas": (0.95, 0.99),
+        "betas": (0.9, 0.98),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "amsgrad": False,
+        "amsgrad": True,
         "gamma": 0.05,
-        "is_approx": True,
+        "is_approx": False,
         "mars_type": "mars-adamw",
         "optimize_1d": True,
         "lr_1d": 1e-3,
         "betas_1d": (0.8, 0.999),
-        "weight_decay_1d": None,
+        "weight_decay_1d": 0.2,
         "clip_c": None,
-        "memory_efficient": False,
+        "memory_efficient": True,
         "last_grad_dtype": torch.bfloat16,
-        "ns_steps": 5,
+        "ns_steps": 3,
         "ns_dtype": torch.float32,
-        "nesterov": True,
+        "nesterov": False,
     }
 
 
@@ -86,6 +88,7 @@ def test_optim_args_set_the_same_fields():
         (["--optim_args", "gama=0.1"], "did you mean 'gamma'"),
         (["--optim_args", "gamma"], "has no value"),
         (["--optim_args", "gamma=much"], "gamma='much'"),
+        (["--optim_args", "gamma=none"], "gamma='none'"),
         (["--optim", "mars_lion", "--mars_type", "mars-m"], "contradicts optim='mars_lion'"),
         (["--mars_type", "mars-k"], "mars_type='mars-k' is unknown"),
     ],
@@ -154,6 +157,13 @@ def test_command_line_wins_over_the_file(tmp_path):
         ("output_dir: x\n", ["--mars-gama=1"], "did you mean '--mars_gamma'"),
         ("- a list\n", [], "must hold `key: value` lines"),
         ("a: [\n", [], "cannot be read"),
+        ("output_dir: x\n5: z\n", [], "unknown key 5"),
+        ("output_dir: x\nmars_gamma: [1, 2]\n", [], "unknown argument '2'"),
+        ("output_dir: x\nmax_steps: 1.5\n", [], "max_steps"),
+        ("output_dir: x\nlearning_rate: true\n", [], "learning_rate"),
+        ("output_dir: x\nmars_decay: autors\n", [], "mars_decay"),
+        ("output_dir: x\n", ["--learning_rate", "much"], "learning_rate"),
+        ("output_dir: x\n", ["--lr_scheduler_kwargs", "{min"], "Expecting"),
     ],
 )
 def test_unknown_names_fail_with_the_nearest(tmp_path, text, options, message):

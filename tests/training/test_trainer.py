@@ -227,13 +227,27 @@ def test_baselines_run_through_the_same_path(tmp_path, mars_type):
 def test_exact_mode_and_sharding_engines_are_refused_before_the_first_step(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is_approx=False"):
         train(arguments(tmp_path, is_approx=False))
-    args = arguments(tmp_path)
-    for variable, engine in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        trainer = MARSTrainer(model=gpt2(), args=args, train_dataset=rows())
+    for engine in ("FSDP", "DeepSpeed"):
+        trainer = MARSTrainer(model=gpt2(), args=arguments(tmp_path), train_dataset=rows())
         with monkeypatch.context() as patch:
-            patch.setenv(variable, "true")
+            patch.setenv(f"ACCELERATE_USE_{engine.upper()}", "True")
             with pytest.raises(ValueError, match=f"not available under {engine}"):
                 trainer.create_optimizer()
+        setattr(trainer.args, engine.lower(), "given")
+        with pytest.raises(ValueError, match=f"not available under {engine}"):
+            trainer.create_optimizer()
+
+
+def test_misspelt_grouping_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mars_decay='autors' is unknown: did you mean 'authors'"):
+        train(arguments(tmp_path, mars_decay="autors"))
+
+
+def test_optimizer_of_another_model_on_request(tmp_path):
+    other = nn.Linear(3, 2)
+    trainer = MARSTrainer(model=gpt2(), args=arguments(tmp_path), train_dataset=rows())
+    optimizer = trainer.create_optimizer(other)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in other.parameters()}
 
 
 def test_step_skipped_for_an_overflow_leaves_parameters_and_reference_gradient_alone(tmp_path):

@@ -1,0 +1,43 @@
+"""Questions about single parameters: their name, their memory, what they have in common."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensor_of(p: Any) -> Tensor:
+    """The tensor of a parameter or of a (name, parameter) pair."""
+    return p[1] if isinstance(p, tuple) else p
+
+
+def gradient_like(p: Tensor) -> Tensor:
+    """p.grad in the memory layout of p: torch's fused kernels walk both by address."""
+    g = p.grad
+    assert g is not None  # `_with_gradients` keeps no other parameter
+    return g if same_layout(g, p) else torch.empty_like(p).copy_(g)
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+
+
+def is_dense(p: Tensor) -> bool:
+    """Whether the elements of p fill a stretch of memory, in whatever order of dimensions."""
+    return p.numel() == 0 or sum((n - 1) * stride for n, stride in zip(p.shape, p.stride())) == p.numel() - 1
+
+
+def name_of(p: Tensor, group: dict[str, Any], i: int) -> str:
+    given = group["params"][i]
+    name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
+    return f"parameter {name!r} (shape {tuple(p.shape)})"
+
+
+def alike(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters that share device and dtype."""
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for p in params:
+        by_kind[p.device, p.dtype].append(p)
+    yield from by_kind.values()
