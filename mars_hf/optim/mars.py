@@ -278,11 +278,13 @@ class MARS(ExactReference, torch.optim.Optimizer):
         # Only a memory of norms, which a copy or an unpickled optimizer starts without.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
         for group, params in work:
+            names = state_names(group)
             for p in params:
-                self._init_state(p, group)
+                self._init_state(p, names, group["last_grad_dtype"])
             for same in alike(params):
                 grads = [gradient_like(p) for p in same]
-                state = {name: [self.state[p][name] for p in same] for name in state_names(group)}
+                states = [self.state[p] for p in same]
+                state = {name: [s[name] for s in states] for name in names}
                 update_(same, grads, state, group, LocalTensors(), bounds)
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
@@ -326,18 +328,18 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 "'adamw'; engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
             )
 
-    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _init_state(self, p: Tensor, names: tuple[str, ...], last_grad_dtype: torch.dtype | None) -> None:
         state = self.state[p]
-        for name in state_names(group):
-            if name in state:
-                if name != "step" and not same_layout(state[name], p):  # p was converted, say to channels_last
-                    state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
-                continue
-            if name == "step":
-                # torch's fused kernels read the count on the device of the parameter.
-                state[name] = torch.zeros((), dtype=torch.float32, device=p.device)
-            else:
-                state[name] = torch.zeros_like(p, dtype=group["last_grad_dtype"] if name == "last_grad" else None)
+        for name in names:
+            if name not in state:
+                # torch's fused kernels read the step count on the device of the parameter.
+                state[name] = (
+                    torch.zeros((), dtype=torch.float32, device=p.device)
+                    if name == "step"
+                    else torch.zeros_like(p, dtype=last_grad_dtype if name == "last_grad" else None)
+                )
+            elif name != "step" and not same_layout(state[name], p):  # p was converted, say to channels_last
+                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
 
     def _warn_of_overwritten_lr(self) -> None:
         lrs = {group["lr"] for group in self.param_groups}
