@@ -119,17 +119,25 @@ def test_errors_are_one_line(options, message, root, tmp_path):
     assert not list(tmp_path.glob("never/checkpoint-*"))
 
 
+def heed_interrupts():
+    """A process started in the background inherits that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupt_names_the_checkpoint_and_the_way_to_resume(root, tmp_path, corpus):
     settings = SHORT.replace("--max_steps 12", "--max_steps 100000").split() + TRAINING_ONLY.split()
     command = [str(sys.executable), RECIPE, "--output_dir", str(tmp_path), "--dataset_path", str(corpus), *settings]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, env=os.environ)
-        deadline = time.monotonic() + 240
-        while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, preexec_fn=heed_interrupts)
+        try:
+            deadline = time.monotonic() + 240
+            while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
     printed = (tmp_path / "log").read_text()
     found = re.search(r"Interrupted. Last checkpoint: (\S+). To resume: add --resume_from_checkpoint true", printed)
     assert found, printed[-3000:]
