@@ -84,6 +84,8 @@ def plot_loss(runs: Mapping[str, History], path: str | Path, *, x: str = "step")
     margin = 0.05 * (max(finite) - min(finite)) if finite else 0
     if margin:
         axes.set_ylim(min(finite) - margin, max(finite) + margin)
+    if x == "step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(x_label)
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25, linewidth=0.6)

@@ -86,7 +86,7 @@ def main() -> None:
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(model_args.cpu_threads or max(1, len(os.sched_getaffinity(0)) // local_processes))
         args.dataloader_pin_memory = False
-    resume = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    resume = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, args.max_steps)
     set_seed(args.seed)
 
     with args.main_process_first(desc="preparing the corpus"):

@@ -9,9 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Nothing here may ask the network.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# The command lines under test may not ask the network; tests of what happens without one make their own arrangements.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +24,8 @@ def launch():
 
     def run(*args, timeout=600, check=True, **kwargs):
         command = [str(Path(sys.executable).with_name("accelerate")), "launch", *map(str, args)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **kwargs)
+        env = {**os.environ, **OFFLINE}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)} exited {done.returncode}:\n{done.stdout}\n{done.stderr}")
         return done

@@ -1,5 +1,6 @@
 """Which checkpoint of a run can be resumed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,32 +20,38 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     return str(max(complete)[1]) if complete else None
 
 
-def checkpoint_to_resume(resume: str | None, output_dir: str | Path) -> str | None:
+def checkpoint_to_resume(resume: str | None, output_dir: str | Path, max_steps: int = -1) -> str | None:
     """The checkpoint that `--resume_from_checkpoint` means.
 
     Args:
         resume: a checkpoint, "true" for the newest of `output_dir`, None or "false" for a fresh run.
         output_dir: the run's `output_dir`.
+        max_steps: optimizer steps of the whole run, if that is known: the Trainer would add one to a finished run.
 
     Raises:
-        ValueError: there is no such checkpoint, something in it is missing, or a fresh run would mix its checkpoints
-            with those of another.
+        ValueError: there is no such checkpoint, something in it is missing, its run is finished, or a fresh run would
+            mix its checkpoints with those of another.
     """
     last = last_checkpoint(output_dir)
     if resume is None or resume.lower() == "false":
         if last is not None:
             raise ValueError(
-                f"output_dir={str(output_dir)!r} holds the run of {Path(last).name}: resume it with "
-                "--resume_from_checkpoint true, or choose another --output_dir, or remove it"
+                f"output_dir={str(output_dir)!r} holds a run up to {Path(last).name}: choose another --output_dir, "
+                "remove it, or, if it was interrupted, go on with --resume_from_checkpoint true"
             )
         return None
     if resume.lower() == "true":
         if last is None:
             raise ValueError(f"resume_from_checkpoint=true, but {str(output_dir)!r} holds no complete checkpoint")
-        return last
+        resume = last
     missing = _missing(Path(resume))
     if missing:
         raise ValueError(f"resume_from_checkpoint={resume!r} cannot be resumed: {', '.join(missing)} is missing")
+    done = json.loads((Path(resume) / "trainer_state.json").read_text())["global_step"]
+    if 0 < max_steps <= done:
+        raise ValueError(
+            f"resume_from_checkpoint={resume!r}: all {max_steps} steps are done, raise --max_steps to go on"
+        )
     return resume
 
 

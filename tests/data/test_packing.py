@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, disable_progress_bars
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from mars_hf.data import causal_collator, count_bytes, pack, packing, train_tokenizer
 
-disable_progress_bars()
 EOS = 0
 
 

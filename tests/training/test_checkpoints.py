@@ -10,7 +10,7 @@ def checkpoint(folder, step, without=()):
     path.mkdir()
     for name in NEEDED:
         if name not in without:
-            (path / name).write_text("")
+            (path / name).write_text(f'{{"global_step": {step}}}' if name.endswith(".json") else "")
     return str(path)
 
 
@@ -27,8 +27,15 @@ def test_newest_complete_checkpoint_by_step(tmp_path):
 def test_a_fresh_run_does_not_mix_with_another(tmp_path):
     assert checkpoint_to_resume(None, tmp_path) is None
     checkpoint(tmp_path, 20)
-    with pytest.raises(ValueError, match="holds the run of checkpoint-20"):
+    with pytest.raises(ValueError, match="holds a run up to checkpoint-20"):
         checkpoint_to_resume(None, tmp_path)
+
+
+def test_a_finished_run_is_not_resumed(tmp_path):
+    newest = checkpoint(tmp_path, 20)
+    assert checkpoint_to_resume("true", tmp_path, 21) == newest
+    with pytest.raises(ValueError, match="all 20 steps are done"):
+        checkpoint_to_resume("true", tmp_path, 20)
 
 
 def test_what_cannot_be_resumed_is_named(tmp_path):
