@@ -85,7 +85,7 @@ def plot_loss(runs: Mapping[str, History], path: str | Path, *, x: str = "step")
     if margin:
         axes.set_ylim(min(finite) - margin, max(finite) + margin)
     if x == "step":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
     axes.set_xlabel(x_label)
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25, linewidth=0.6)

@@ -184,9 +184,8 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
             if name not in known:
                 near = get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(
-                    f"optim={name!r} is unknown: {hint}choose from {', '.join(OPTIM_NAMES)}, or an optimizer of the Trainer"
-                )
+                ours = ", ".join(OPTIM_NAMES)
+                raise ValueError(f"optim={name!r} is unknown: {hint}choose from {ours}, or an optimizer of the Trainer")
             super().__post_init__()
             return
         mars_arguments(self).rule(name)
