@@ -1,6 +1,5 @@
 """The MARS optimizer."""
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, SHARED_LR, a
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
 from mars_hf.optim.sharding import LocalTensors
-from mars_hf.optim.tensors import alike, gradient_like, is_dense, name_of, same_layout, tensor_of
+from mars_hf.optim.tensors import alike, check_parameter, gradient_like, name_of, same_layout, tensor_of
 from mars_hf.optim.validation import check_hyperparameters, non_negative, one_of, two_betas
 
 # Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
@@ -177,7 +176,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
         for group in finished:
             check_hyperparameters(group)
             for i, p in enumerate(group["params"]):
-                self._check_parameter(tensor_of(p), group, i)
+                check_parameter(tensor_of(p), group, i)
         running = self._exact_groups()
         for group in finished:
             super().add_param_group(group)
@@ -304,29 +303,9 @@ class MARS(ExactReference, torch.optim.Optimizer):
             if p.grad.layout != torch.strided:
                 raise ValueError(f"{name_of(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
             if "exp_avg" not in self.state.get(p, ()):
-                self._check_parameter(p, group, i)
+                check_parameter(p, group, i)
             params.append(p)
         return params
-
-    @staticmethod
-    def _check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
-        """Raises ValueError for a parameter that the rule of its group cannot update."""
-        if p.is_complex():
-            raise ValueError(f"{name_of(p, group, i)} is complex: pass torch.view_as_real of it instead")
-        # A DTensor exists only where its module is loaded, and loading it takes half a second.
-        dtensor = sys.modules.get("torch.distributed.tensor")
-        if dtensor is not None and isinstance(p, dtensor.DTensor):
-            raise ValueError(f"{name_of(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
-        if not is_dense(p):
-            raise ValueError(
-                f"{name_of(p, group, i)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor"
-            )
-        vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
-        if p.ndim < 2 and not vectors_allowed:
-            raise ValueError(
-                f"{name_of(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
-                "'adamw'; engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
-            )
 
     def _init_state(self, p: Tensor, names: tuple[str, ...], last_grad_dtype: torch.dtype | None) -> None:
         state = self.state[p]

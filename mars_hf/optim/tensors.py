@@ -1,11 +1,32 @@
 """Questions about single parameters: their name, their memory, what they have in common."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mars_hf.optim.rules import MATRIX_RULES
+
+
+def check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
+    """Raises ValueError for a parameter that the rule of its group cannot update."""
+    if p.is_complex():
+        raise ValueError(f"{name_of(p, group, i)} is complex: pass torch.view_as_real of it instead")
+    # A DTensor exists only where its module is loaded, and loading it takes half a second.
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and isinstance(p, dtensor.DTensor):
+        raise ValueError(f"{name_of(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
+    if not is_dense(p):
+        raise ValueError(f"{name_of(p, group, i)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor")
+    vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
+    if p.ndim < 2 and not vectors_allowed:
+        raise ValueError(
+            f"{name_of(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
+            "'adamw'; engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
+        )
 
 
 def tensor_of(p: Any) -> Tensor:
