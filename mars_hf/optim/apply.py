@@ -17,8 +17,8 @@ from mars_hf.optim.rules import (
     add_updates_,
     clip_factors,
     corrected_gradients_,
-    dot,
     momenta,
+    norm,
     orthogonal_updates,
     scale_,
     squared_norms,
@@ -46,9 +46,9 @@ class Chunk(NamedTuple):
 class NormBounds:
     """Tells on CPU which tensors cannot be clipped, which saves them the pass that measures ||c||.
 
-    In approx mode ||h|| is known from the step that stored h, and ||c|| <= (1 + alpha) ||g|| + alpha ||h||; where that
-    leaves it open, ||c||^2 = (1 + alpha)^2 ||g||^2 - 2 alpha (1 + alpha) <g, h> + alpha^2 ||h||^2 tells, at the cost of
-    reading g and h. On accelerators reading a norm would synchronise the host; there every tensor may be clipped.
+    ||c|| <= (1 + alpha) ||g|| + alpha ||h||, and in approx mode h is the g of the step before. A tensor is watched in
+    this way once its ||c|| was found small, and until the bound exceeds clip_c. On accelerators reading a norm would
+    synchronise the host; there every tensor may be clipped.
     """
 
     def __init__(self) -> None:
@@ -57,27 +57,40 @@ class NormBounds:
 
     def may_clip(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> list[bool]:
         """Whether ||c|| may exceed clip_c, for each tensor; see `update_` for the arguments."""
-        self._norms: list[float] = []
-        if grads[0].device.type != "cpu" or last_grads[0].dtype != grads[0].dtype or not hyper["is_approx"]:
-            return [True] * len(grads)
-        self._norms = [float(square) ** 0.5 for square in squared_norms(grads)]
         beta1 = hyper["betas"][0]
         alpha = hyper["gamma"] * beta1 / (1 - beta1)
         limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
+        self._norms: dict[Tensor, float] = {}
         answers = []
-        for g, g_norm, h in zip(grads, self._norms, last_grads):
-            version, h_norm = self._known.get(h, (-1, 0.0))
-            g_part, h_part = (1 + alpha) * g_norm, alpha * h_norm
-            unclipped = version == h._version and g_part + h_part <= limit
-            # Far beyond the limit the terms of the square cancel to rounding noise.
-            if not unclipped and version == h._version and g_part + h_part < 10 * limit:
-                unclipped = g_part**2 - 2 * alpha * (1 + alpha) * dot(g, h) + h_part**2 <= limit**2
-            answers.append(not unclipped)
+        for g, h in zip(grads, last_grads):
+            version, h_norm = self._known.pop(h, (-1, 0.0))
+            watched = version == h._version
+            if watched:
+                g_norm = norm(g)
+                watched = (1 + alpha) * g_norm + alpha * h_norm <= limit
+            if watched:
+                self._norms[h] = g_norm
+            answers.append(not watched)
         return answers
 
-    def remember(self, last_grads: Tensors) -> None:
-        """Notes that each h now holds the g of the last `may_clip`."""
-        self._known.update({h: (h._version, norm) for h, norm in zip(last_grads, self._norms)})
+    def watch(self, grads: Tensors, last_grads: Tensors, c_norms: list[float], hyper: Hyper) -> None:
+        """Begins to watch the tensors whose measured ||c|| is small.
+
+        Args:
+            grads: g of tensors that went through the measuring pass.
+            last_grads: their h.
+            c_norms: their ||c||, before the clip.
+            hyper: the param group.
+        """
+        # Only where ||h|| will be that of g: h in another dtype is rounded.
+        if hyper["is_approx"] and last_grads[0].dtype == grads[0].dtype:
+            for g, h, c_norm in zip(grads, last_grads, c_norms):
+                if c_norm <= 0.5 * hyper["clip_c"]:
+                    self._norms[h] = norm(g)
+
+    def remember(self) -> None:
+        """Notes that the h of each watched tensor now holds its g."""
+        self._known.update({h: (h._version, h_norm) for h, h_norm in self._norms.items()})
 
 
 @torch.no_grad()
@@ -103,9 +116,12 @@ def update_(
         where = [i for i, may in enumerate(may_clip) if may == clip]
         if where:
             part = {name: [tensors[i] for i in where] for name, tensors in state.items()}
-            _elementwise_([params[i] for i in where], [grads[i] for i in where], part, hyper, sharding, clip)
-    if clips and hyper["is_approx"]:
-        bounds.remember(state["last_grad"])
+            part_grads = [grads[i] for i in where]
+            c_norms = _elementwise_([params[i] for i in where], part_grads, part, hyper, sharding, clip)
+            if c_norms is not None and c_norms.device.type == "cpu":
+                bounds.watch(part_grads, part["last_grad"], c_norms.tolist(), hyper)
+    if clips:
+        bounds.remember()
     if hyper["rule"] in MATRIX_RULES:
         for where in _equal_shapes(params):
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
@@ -114,9 +130,16 @@ def update_(
             add_updates_([params[i] for i in where], updates, hyper)
 
 
-def _elementwise_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, clip: bool) -> None:
-    """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
+def _elementwise_(
+    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, clip: bool
+) -> Tensor | None:
+    """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum.
+
+    Returns:
+        With `clip` ||c|| of each tensor, before the clip.
+    """
     pieces = list(chunks(params, grads, state))
+    norms = None
     if clip:
         norms = sharding.whole_norms(_squared_norms_of_c_(pieces, len(params), hyper))
         factors = clip_factors(norms, hyper["clip_c"])
@@ -132,6 +155,7 @@ def _elementwise_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, s
         if "last_grad" in state and hyper["is_approx"]:
             # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
             torch._foreach_copy_(last_grads, chunk.grads)
+    return norms
 
 
 def _squared_norms_of_c_(pieces: list[Chunk], count: int, hyper: Hyper) -> Tensor:

@@ -75,9 +75,9 @@ def squared_norms(tensors: Tensors) -> Tensors:
     return list(torch._foreach_mul(norms, norms))
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    """<a, b> of two tensors on the CPU."""
-    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+def norm(tensor: Tensor) -> float:
+    """||t||_2 as a number, for a tensor on the CPU."""
+    return float(squared_norms([tensor])[0]) ** 0.5
 
 
 def clip_factors(norms: Tensor, clip_c: float) -> Factors:
