@@ -15,6 +15,7 @@ from mars_hf.optim.rules import (
     State,
     Tensors,
     add_updates_,
+    alpha,
     clip_factors,
     corrected_gradients_,
     momenta,
@@ -57,8 +58,7 @@ class NormBounds:
 
     def may_clip(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> list[bool]:
         """Whether ||c|| may exceed clip_c, for each tensor; see `update_` for the arguments."""
-        beta1 = hyper["betas"][0]
-        alpha = hyper["gamma"] * beta1 / (1 - beta1)
+        of_h = alpha(hyper)
         limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
         self._norms: dict[Tensor, float] = {}
         answers = []
@@ -67,7 +67,7 @@ class NormBounds:
             watched = version == h._version
             if watched:
                 g_norm = norm(g)
-                watched = (1 + alpha) * g_norm + alpha * h_norm <= limit
+                watched = (1 + of_h) * g_norm + of_h * h_norm <= limit
             if watched:
                 self._norms[h] = g_norm
             answers.append(not watched)

@@ -109,7 +109,7 @@ def mars_param_groups(
     Raises:
         ValueError: an unknown `mars_type`, a complex parameter, or an embedding with sparse gradients.
 
-    Source: ALGORITHM of the MARS paper (arXiv 2411.10438, appendix) and the authors' training scripts.
+    Source: MARS (arXiv 2411.10438), MARS-M (arXiv 2510.21800) and the authors' training scripts.
     """
     one_of("mars_type", mars_type, RULES)
     for name, module in embeddings(model):
@@ -121,7 +121,6 @@ def mars_param_groups(
     head_ids = {id(p) for p in head.parameters()} if head is not None else output_head(model)
     transposed_ids = transposed_weights(model)
     to_adamw = embedding_ids | head_ids if mars_type in MATRICES_WITHOUT_EMBEDDINGS else set()
-    explicit_decay_1d = weight_decay_1d
     vectors = adamw_hyperparameters(
         mars_type,
         lr=lr,
@@ -147,7 +146,7 @@ def mars_param_groups(
             **(vectors if adamw_ruled else {"lr": lr, "betas": betas, "weight_decay": weight_decay}),
         }
         if decay_names is not None:
-            if not (adamw_ruled and explicit_decay_1d is not None):
+            if not (adamw_ruled and weight_decay_1d is not None):
                 group["weight_decay"] = weight_decay if name in decay_names else 0.0
         elif id(p) in embedding_ids and not adamw_ruled:
             group["weight_decay"] = 0.0

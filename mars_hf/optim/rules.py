@@ -55,11 +55,16 @@ def state_names(hyper: Hyper) -> tuple[str, ...]:
     return tuple(names)
 
 
+def alpha(hyper: Hyper) -> float:
+    """gamma beta1 / (1 - beta1)."""
+    beta1 = hyper["betas"][0]
+    return hyper["gamma"] * beta1 / (1 - beta1)
+
+
 def corrected_gradients_(grads: Tensors, last_grads: Tensors, hyper: Hyper) -> Tensors:
     """c = lerp(h, g, 1 + alpha), before the clip; written over h where h has the dtype of g."""
-    beta1 = hyper["betas"][0]
     cs = last_grads if last_grads[0].dtype == grads[0].dtype else [h.to(g.dtype) for h, g in zip(last_grads, grads)]
-    torch._foreach_lerp_(cs, grads, 1 + hyper["gamma"] * beta1 / (1 - beta1))
+    torch._foreach_lerp_(cs, grads, 1 + alpha(hyper))
     return cs
 
 
@@ -70,7 +75,7 @@ def squared_norms(tensors: Tensors) -> Tensors:
         # Twice as fast as the norm.
         return [torch.dot(t.view(-1), t.view(-1)) if t.is_contiguous() else t.square().sum() for t in tensors]
     # In float16 a norm would overflow at 65,504.
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    dtype = torch.promote_types(first.dtype, torch.float32)
     norms = torch._foreach_norm(tensors, 2, dtype=dtype)
     return list(torch._foreach_mul(norms, norms))
 

@@ -10,12 +10,12 @@ import torch
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def one_of(name: str, value: Any, names: Collection[str]) -> None:
-    """Raises ValueError, with the nearest valid name, unless `value` is one of `names`."""
+def one_of(name: str, value: Any, names: Collection[str], listed: str | None = None) -> None:
+    """Raises ValueError, with the nearest valid name, unless `value` is one of `names`; `listed` says them in short."""
     if value not in names:
         near = get_close_matches(str(value), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{name}={value!r} is unknown: {hint}choose from {', '.join(names)}")
+        raise ValueError(f"{name}={value!r} is unknown: {hint}choose from {listed or ', '.join(names)}")
 
 
 def non_negative(name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -181,11 +180,7 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
         name = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
         if name not in OPTIM_NAMES:
             known = [*OPTIM_NAMES, *(member.value for member in OptimizerNames)]
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                ours = ", ".join(OPTIM_NAMES)
-                raise ValueError(f"optim={name!r} is unknown: {hint}choose from {ours}, or an optimizer of the Trainer")
+            one_of("optim", name, known, listed=f"{', '.join(OPTIM_NAMES)}, or an optimizer of the Trainer")
             super().__post_init__()
             return
         mars_arguments(self).rule(name)
