@@ -1,7 +1,7 @@
 """Times one optimizer step against torch's fused AdamW, all optimizers in turn in one run.
 
     python recipes/bench_step.py
-    python recipes/bench_step.py --optimizers adamw mars-adamw mars-m --rounds 20 --output step.json
+    python recipes/bench_step.py --rounds 31 --optimizers mars-adamw --grad_norm 1.0
 
 Machines drift, so only the ratios of one run mean something: in every round each optimizer does one step, a ratio is
 taken within the round, and the median over the rounds is printed. Gradients are random with the global norm of
