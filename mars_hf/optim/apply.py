@@ -1,6 +1,5 @@
 """One update of the tensors of a param group: which passes run, over what pieces, in what order."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import repeat
 from typing import NamedTuple
@@ -18,9 +17,10 @@ from mars_hf.optim.rules import (
     alpha,
     clip_factors,
     corrected_gradients_,
+    matrix_factor,
     momenta,
     norm,
-    orthogonal_updates,
+    orthogonalised,
     scale_,
     squared_norms,
 )
@@ -30,9 +30,6 @@ from mars_hf.optim.sharding import Sharding
 # and state stay in cache between the operations; on accelerators a chunk only bounds the temporaries.
 CPU_CHUNK_BYTES = 2**22
 CHUNK_BYTES = 2**28
-
-# Matrices of one shape are orthogonalised together, up to this many elements, which bounds the temporaries.
-STACK_ELEMENTS = 2**24
 
 
 class Chunk(NamedTuple):
@@ -100,33 +97,39 @@ def update_(
     """Applies the rule of a param group.
 
     Args:
-        params: tensors that share device and dtype; modified in place.
-        grads: their gradients, same shapes; only read.
-        state: for each of `state_names(hyper)` the list of tensors; modified in place.
+        params: this rank's parts of tensors that share device and dtype; modified in place.
+        grads: the same of their gradients; only read.
+        state: for each of `state_names(hyper)` the same of the state; modified in place, except `step`, which counts
+            this step already.
         hyper: the param group.
-        sharding: answers for tensors that are shards.
+        sharding: answers for the parts.
         bounds: what is known of the norms from the last step; brought up to date.
     """
-    if "step" in state:
-        torch._foreach_add_(state["step"], 1)
     reference = "last_grad" in state
     clips = reference and hyper["clip_c"] is not None
-    may_clip = bounds.may_clip(grads, state["last_grad"], hyper) if clips else [False] * len(params)
+    # A bound on the norms would need a collective as the norms do, so tensors that are sharded are always measured.
+    bounded = clips and sharding.whole
+    may_clip = bounds.may_clip(grads, state["last_grad"], hyper) if bounded else [clips] * len(params)
     for clip in (False, True):
         where = [i for i, may in enumerate(may_clip) if may == clip]
         if where:
             part = {name: [tensors[i] for i in where] for name, tensors in state.items()}
             part_grads = [grads[i] for i in where]
             c_norms = _elementwise_([params[i] for i in where], part_grads, part, hyper, sharding, clip)
-            if c_norms is not None and c_norms.device.type == "cpu":
+            if bounded and c_norms is not None and c_norms.device.type == "cpu":
                 bounds.watch(part_grads, part["last_grad"], c_norms.tolist(), hyper)
-    if clips:
+    if bounded:
         bounds.remember()
     if hyper["rule"] in MATRIX_RULES:
-        for where in _equal_shapes(params):
+        factors = [matrix_factor(shape, hyper) for shape in sharding.shapes(params)]
+        for where in sharding.rounds(params):
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
             matrices = momenta([grads[i] for i in where], exp_avgs, hyper)
-            updates = sharding.on_whole_matrices(matrices, lambda whole: orthogonal_updates(whole, hyper))
+            updates = sharding.on_whole_matrices(
+                matrices, where, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
+            )
+            updates = [u.to(m.dtype) for u, m in zip(updates, matrices)]
+            torch._foreach_mul_(updates, [factors[i] for i in where])
             add_updates_([params[i] for i in where], updates, hyper)
 
 
@@ -199,14 +202,3 @@ def chunks(params: Tensors, grads: Tensors, state: State) -> Iterator[Chunk]:
 
 def _empty_chunk(state: State) -> Chunk:
     return Chunk([], [], {name: [] for name in state}, [])
-
-
-def _equal_shapes(params: Tensors) -> Iterator[list[int]]:
-    """Indices of tensors of one shape, in batches of at most STACK_ELEMENTS."""
-    by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
-    for i, p in enumerate(params):
-        by_shape[p.shape].append(i)
-    for shape, where in by_shape.items():
-        batch = max(1, STACK_ELEMENTS // max(1, shape.numel()))
-        for start in range(0, len(where), batch):
-            yield where[start : start + batch]

@@ -1,19 +1,22 @@
 """The MARS optimizer."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mars_hf.optim.apply import NormBounds, update_
 from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, SHARED_LR, adamw_hyperparameters, vector_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
-from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
-from mars_hf.optim.sharding import LocalTensors
-from mars_hf.optim.tensors import alike, check_parameter, gradient_like, name_of, same_layout, tensor_of
+from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, squared_norms, state_names
+from mars_hf.optim.sharding import Sharding, layouts, whole_shape
+from mars_hf.optim.tensors import check_parameter, gradient_like, name_of, same_layout, tensor_of
 from mars_hf.optim.validation import check_hyperparameters, non_negative, one_of, two_betas
 
 # Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
@@ -82,6 +85,9 @@ class MARS(ExactReference, torch.optim.Optimizer):
         ns_steps: Newton-Schulz steps.
         ns_dtype: dtype of the Newton-Schulz products.
         nesterov: of muon and moonlight.
+        process_group: ranks that hold the same parameters and gradients (DistributedDataParallel): they divide the
+            Newton-Schulz work among them. None: each process does all of it. FSDP2 and DeepSpeed ZeRO, whose ranks
+            hold shards, are recognised by themselves, and there every rank must step together.
 
     Raises:
         ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
@@ -113,6 +119,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         nesterov: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         one_of("mars_type", mars_type, RULES)
         if mars_type not in MARS_RULES:
@@ -141,6 +148,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
             "nesterov": nesterov,
             "transposed": False,
         }
+        # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
+        self._ranks = process_group
         super().__init__(params, defaults)
         rules = {group["rule"] for group in self.param_groups}
         wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
@@ -177,8 +186,14 @@ class MARS(ExactReference, torch.optim.Optimizer):
             check_hyperparameters(group)
             for i, p in enumerate(group["params"]):
                 check_parameter(tensor_of(p), group, i)
+            tensors = [tensor_of(p) for p in group["params"]]
+            list(layouts(tensors, tensors, None, {}, partial(_name, group)))
         running = self._exact_groups()
+        originals = self.__dict__.setdefault("_originals", {})
         for group in finished:
+            # Engines put other tensors into the group, and ZeRO's are found by what was there. Weak: FSDP2 frees them.
+            group["group_id"] = len(self.param_groups)
+            originals[group["group_id"]] = [weakref.ref(tensor_of(p)) for p in group["params"]]
             super().add_param_group(group)
             for name in _ROUTING:  # torch filled them in from the defaults
                 del group[name]
@@ -202,14 +217,14 @@ class MARS(ExactReference, torch.optim.Optimizer):
         exact_phase = dict.fromkeys(EXACT_PHASE, False)
         if "rule" in given:
             one_of("rule", given["rule"], RULES)
-            any_vector = any(tensor_of(p).ndim < 2 for p in given["params"])
+            any_vector = any(len(whole_shape(tensor_of(p))) < 2 for p in given["params"])
             inherited = adamw if given["rule"] == "adamw" else {}
             yield {**self.defaults, "optimize_1d": any_vector, **inherited, **exact_phase, **given}
             return
         matrices: list[Any] = []
         vectors: list[Any] = []
         for p in given["params"]:
-            (matrices if tensor_of(p).ndim >= 2 else vectors).append(p)
+            (matrices if len(whole_shape(tensor_of(p))) >= 2 else vectors).append(p)
         mars_type = values["mars_type"]
         if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
             warnings.warn(
@@ -272,19 +287,23 @@ class MARS(ExactReference, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(group, self._with_gradients(group)) for group in self.param_groups]
+        work = [(group, *same) for group in self.param_groups for same in self._layouts(group)]
         self._warn_of_overwritten_lr()
-        # Only a memory of norms, which a copy or an unpickled optimizer starts without.
+        # Only a memory of norms.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
-        for group, params in work:
+        for group, params, sharding in work:
             names = state_names(group)
+            first = not any("exp_avg" in self.state.get(p, ()) for p in params)
             for p in params:
                 self._init_state(p, names, group["last_grad_dtype"])
-            for same in alike(params):
-                grads = [gradient_like(p) for p in same]
-                states = [self.state[p] for p in same]
-                state = {name: [s[name] for s in states] for name in names}
-                update_(same, grads, state, group, LocalTensors(), bounds)
+            grads = sharding.parts([gradient_like(p) for p in params])
+            if first and self._is_dry_run(group, params, grads, sharding):
+                continue
+            states = [self.state[p] for p in params]
+            if "step" in names:
+                torch._foreach_add_([s["step"] for s in states], 1)
+            state = {name: sharding.parts([s[name] for s in states]) for name in names}
+            update_(sharding.parts(params), grads, state, group, sharding, bounds)
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
         return loss
@@ -302,10 +321,35 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 continue
             if p.grad.layout != torch.strided:
                 raise ValueError(f"{name_of(p, group, i)} has a sparse gradient: build its embedding with sparse=False")
-            if "exp_avg" not in self.state.get(p, ()):
-                check_parameter(p, group, i)
             params.append(p)
         return params
+
+    def _layouts(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Sharding]]:
+        """The parameters of a group that have a gradient, by layout, checked; modifies nothing."""
+        flat_layouts = self.__dict__.setdefault("_flat_layouts", {})
+        ranks = self.__dict__.get("_ranks")
+        built_with = self._built_with(group)
+        params = self._with_gradients(group)
+        for same, sharding in layouts(params, built_with, ranks, flat_layouts, partial(_name, group)):
+            for p in same:
+                if p not in flat_layouts and "exp_avg" not in self.state.get(p, ()):
+                    check_parameter(p, group, _index(group, p))
+            yield same, sharding
+
+    def _built_with(self, group: dict[str, Any]) -> list[Tensor]:
+        """The parameters that a group was built with, those of them that are still alive."""
+        known = self.__dict__.get("_originals", {}).get(group["group_id"], ())
+        return [p for p in (ref() for ref in known) if p is not None]
+
+    def _is_dry_run(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], sharding: Sharding) -> bool:
+        """Whether an engine only wants to see the state: its own tensors in place of ours, and gradients all zero.
+
+        DeepSpeed's stage 0 in bfloat16 steps once like this before training, with the real lr.
+        """
+        built_with = {id(p) for p in self._built_with(group)}
+        if any(id(p) in built_with for p in params):
+            return False
+        return not sharding.whole_norms(torch.stack(squared_norms(grads))).any()
 
     def _init_state(self, p: Tensor, names: tuple[str, ...], last_grad_dtype: torch.dtype | None) -> None:
         state = self.state[p]
@@ -322,9 +366,19 @@ class MARS(ExactReference, torch.optim.Optimizer):
 
     def _warn_of_overwritten_lr(self) -> None:
         lrs = {group["lr"] for group in self.param_groups}
-        if self.__dict__.get("_lrs_differed") and len(lrs) == 1 and lrs != {0.0}:
+        # DeepSpeed steps one group at a time, with only that one in param_groups.
+        shown = len(self.param_groups) == len(self.__dict__.get("_originals", ()))
+        if self.__dict__.get("_lrs_differed") and shown and len(lrs) == 1 and lrs != {0.0}:
             warnings.warn(
                 "every param group has the same lr, although they started with different ones (lr and lr_1d): a loop "
                 "that writes one lr into every group should scale each group's own lr instead",
                 stacklevel=5,
             )
+
+
+def _index(group: dict[str, Any], p: Tensor) -> int:
+    return next(i for i, q in enumerate(group["params"]) if tensor_of(q) is p)
+
+
+def _name(group: dict[str, Any], p: Tensor) -> str:
+    return name_of(p, group, _index(group, p))

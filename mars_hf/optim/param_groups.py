@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from mars_hf.optim.rules import MATRIX_RULES, RULES
+from mars_hf.optim.sharding import whole_shape
 from mars_hf.optim.validation import one_of
 
 # Of the types below the AdamW-ruled parameters share lr and weight decay with the matrices, as in the authors' runs.
@@ -136,7 +137,7 @@ def mars_param_groups(
             continue
         if p.is_complex():
             raise ValueError(f"model: parameter {name!r} is complex, which MARS cannot update: train its real view")
-        is_vector = p.ndim < 2
+        is_vector = len(whole_shape(p)) < 2
         rule = vector_rule(mars_type, optimize_1d) if is_vector else "adamw" if id(p) in to_adamw else mars_type
         adamw_ruled = (is_vector and not optimize_1d) or id(p) in to_adamw
         group = {

@@ -22,6 +22,7 @@ ends in an underscore modifies `params` or the tensors of `state` in place; grad
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -102,10 +103,10 @@ def scale_(tensors: Tensors, factors: Factors) -> None:
 
 
 def adamw_(params: Tensors, grads: Tensors, state: State, hyper: Hyper) -> None:
-    """AdamW on `grads` (mars-adamw: c) by torch's own kernel, fused where the device has one; `step` counts this step.
+    """AdamW on `grads` (mars-adamw: c) by torch's own kernel, fused where the device has one.
 
-    mars-adamw takes v from the clipped c, as the authors' code does; their README prints g^2. amsgrad puts the running
-    maximum of v into the denominator.
+    `step` counts this step already. mars-adamw takes v from the clipped c, as the authors' code does; their README
+    prints g^2. amsgrad puts the running maximum of v into the denominator.
     """
     beta1, beta2 = hyper["betas"]
     tensors = (params, grads, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []))
@@ -151,24 +152,28 @@ def lion_(params: Tensors, grads: Tensors, cs: Tensors, state: State, hyper: Hyp
     add_updates_(params, list(torch._foreach_sign(momenta(grads, state, hyper))), hyper)
 
 
-def orthogonal_updates(matrices: Tensors, hyper: Hyper) -> Tensors:
-    """factor * NS5(M) of matrices of one shape, as new tensors of the same shape and dtype.
+def orthogonalised(matrices: Tensors, hyper: Hyper) -> Tensors:
+    """NS5(M) of whole matrices of one shape, as new tensors of that shape in `ns_dtype`.
 
     A tensor with ndim > 2 counts as the matrix (first dimension, all others). rows = out_features, cols = in_features;
     with `transposed` in `hyper` they are stored (in_features, out_features), as transformers' Conv1D stores them.
     """
     shape, transposed = matrices[0].shape, hyper["transposed"]
     stack = torch.stack(matrices).flatten(2)
-    if transposed:
-        stack = stack.mT
-    rows, cols = stack.shape[1:]
     eps = NS_EPS
     if hyper["rule"] == "mars-shampoo":
         # NS5(m / (1 - beta1)) with eps is NS5(m) with (1 - beta1) eps: this saves a division of every element.
         eps = hyper["eps"] * (1 - hyper["betas"][0])
-    factor = spectral_factor(rows, cols) if hyper["rule"] in ("mars-shampoo", "muon") else rms_factor(rows, cols)
-    updates = newton_schulz(stack, steps=hyper["ns_steps"], eps=eps, dtype=hyper["ns_dtype"]).to(stack.dtype) * factor
-    return [u.reshape(shape) for u in (updates.mT if transposed else updates)]
+    stack = newton_schulz(stack.mT if transposed else stack, steps=hyper["ns_steps"], eps=eps, dtype=hyper["ns_dtype"])
+    return [u.reshape(shape) for u in (stack.mT if transposed else stack)]
+
+
+def matrix_factor(shape: Sequence[int], hyper: Hyper) -> float:
+    """What NS5 is multiplied by, for a whole matrix of this shape, as `orthogonalised` describes it."""
+    rows, cols = shape[0], prod(shape[1:])
+    if hyper["transposed"]:
+        rows, cols = cols, rows
+    return spectral_factor(rows, cols) if hyper["rule"] in ("mars-shampoo", "muon") else rms_factor(rows, cols)
 
 
 def spectral_factor(rows: int, cols: int) -> float:

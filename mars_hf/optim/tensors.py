@@ -1,31 +1,25 @@
-"""Questions about single parameters: their name, their memory, what they have in common."""
+"""Questions about single parameters: their name, their memory, whether a rule can update them."""
 
-import sys
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars_hf.optim.rules import MATRIX_RULES
+from mars_hf.optim.sharding import whole_shape
 
 
 def check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
     """Raises ValueError for a parameter that the rule of its group cannot update."""
     if p.is_complex():
         raise ValueError(f"{name_of(p, group, i)} is complex: pass torch.view_as_real of it instead")
-    # A DTensor exists only where its module is loaded, and loading it takes half a second.
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    if dtensor is not None and isinstance(p, dtensor.DTensor):
-        raise ValueError(f"{name_of(p, group, i)} is a DTensor (FSDP2), which MARS cannot update: train with DDP")
     if not is_dense(p):
         raise ValueError(f"{name_of(p, group, i)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor")
     vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
-    if p.ndim < 2 and not vectors_allowed:
+    if len(whole_shape(p)) < 2 and not vectors_allowed:
         raise ValueError(
             f"{name_of(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
-            "'adamw'; engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are not served, train with DDP"
+            "'adamw'; if an engine flattened it (FSDP1), train with DDP, FSDP2 or DeepSpeed ZeRO"
         )
 
 
@@ -53,12 +47,4 @@ def is_dense(p: Tensor) -> bool:
 def name_of(p: Tensor, group: dict[str, Any], i: int) -> str:
     given = group["params"][i]
     name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
-    return f"parameter {name!r} (shape {tuple(p.shape)})"
-
-
-def alike(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of parameters that share device and dtype."""
-    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for p in params:
-        by_kind[p.device, p.dtype].append(p)
-    yield from by_kind.values()
+    return f"parameter {name!r} (shape {whole_shape(p)})"

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -31,7 +32,6 @@ def mars_optimizer(
     rule = hyper.rule(str(getattr(args.optim, "value", args.optim)))
     if not hyper.is_approx:
         raise ValueError("is_approx=False: the Trainer computes one gradient per step, use MARS in a loop of your own")
-    _refuse_sharding(args)
     arguments = hyper.constructor_arguments(rule, args.learning_rate, args.weight_decay, args.adam_epsilon)
     if model is None:
         return MARS, arguments
@@ -44,12 +44,14 @@ def mars_optimizer(
     return MARS, {"params": groups, **arguments}
 
 
-def _refuse_sharding(args: TrainingArguments) -> None:
-    """Raises ValueError under engines that flatten or shard parameters, where MARS would become another optimizer."""
-    for engine, given in (("DeepSpeed", args.deepspeed), ("FSDP", args.fsdp)):
-        # The variable is how a launch file says it.
-        if given or parse_flag_from_env(f"ACCELERATE_USE_{engine.upper()}"):
-            raise ValueError(f"optim='mars' is not available under {engine}: train on one process or with DDP")
+def replicas(accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """The ranks, where each of them holds the whole model and its gradients: DDP and DeepSpeed stage 0."""
+    if accelerator.num_processes == 1 or not dist.is_initialized():
+        return None
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 0:
+        return dist.group.WORLD
+    return dist.group.WORLD if kind.startswith("MULTI_") else None
 
 
 class MARSTrainerMixin:
@@ -71,7 +73,7 @@ class MARSTrainerMixin:
         if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None and trainer.args.optim in OPTIM_NAMES:
             opt_model = trainer.model if model is None else model
             cls, arguments = mars_optimizer(trainer.args, opt_model, trainer.get_decay_parameter_names(opt_model))
-            trainer.optimizer = cls(**arguments)
+            trainer.optimizer = cls(**arguments, process_group=replicas(trainer.accelerator))
         return super().create_optimizer(model)  # type: ignore[misc]
 
 

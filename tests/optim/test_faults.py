@@ -475,7 +475,7 @@ def test_exact_mode_goes_on_when_a_group_is_added_between_its_calls():
 def test_matrices_of_one_shape_do_not_mix(rule, monkeypatch):
     """Equal shapes are orthogonalised in one batch, here in two; each must come out as if it were alone."""
     together = params_of(*[(6, 4)] * 5)
-    monkeypatch.setattr("mars_hf.optim.apply.STACK_ELEMENTS", 3 * 24)
+    monkeypatch.setattr("mars_hf.optim.sharding.base.STACK_ELEMENTS", 3 * 24)
     scales = [1e-3, 1.0, 50.0, 0.3, 7.0]
     optimizer = by_rule(together, rule, ns_dtype=torch.float32)
     alone = [[p.detach().clone().requires_grad_()] for p in together]

@@ -272,15 +272,6 @@ def test_foreign_state_is_refused_and_nothing_is_loaded():
             torch.testing.assert_close(tensor, before["state"][i][name], rtol=0, atol=0)
 
 
-def test_dtensor_is_refused():
-    from torch.distributed.tensor import DTensor
-
-    local = torch.ones(3, 3)
-    fake = torch.Tensor._make_wrapper_subclass(DTensor, local.shape, dtype=local.dtype)
-    with pytest.raises(ValueError, match="DTensor"):
-        MARS([{"params": [fake], "rule": "mars-adamw"}])
-
-
 def test_optimizer_imports_torch_alone():
     code = (
         "import sys; import torch; before = set(sys.modules); from mars_hf import MARS, mars_param_groups; "

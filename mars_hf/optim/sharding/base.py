@@ -1,13 +1,37 @@
-"""The only two questions a rule may ask about tensors that may be shards."""
+"""The only questions a rule may ask about tensors that may be shards, and how work on whole matrices is divided."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+# Maps whole matrices of one shape to new tensors of the same shape.
+MatrixFunction = Callable[[list[Tensor]], list[Tensor]]
+
+# Matrices are orthogonalised together up to this many elements on a rank, which bounds the temporaries.
+STACK_ELEMENTS = 2**24
 
 
 class Sharding(Protocol):
-    """How the tensors of one parameter group are laid out over the ranks."""
+    """How a list of tensors (parameters, or gradients, or state of one kind) is laid out over the ranks.
+
+    A rule sees only this rank's parts, one for each whole tensor; a part may be empty. Every rank must ask the same
+    questions in the same order, because answers may need communication.
+    """
+
+    whole: bool
+    """Whether each part is the whole tensor on every rank."""
+
+    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This rank's part of each whole tensor, as views; a number of the engine's tensor goes to each of its parts.
+
+        Args:
+            tensors: the engine's tensors: parameters, gradients or state.
+        """
+        ...
 
     def whole_norms(self, squares: Tensor) -> Tensor:
         """L2 norm of each whole tensor, whatever part of it this rank holds.
@@ -21,14 +45,87 @@ class Sharding(Protocol):
         """
         ...
 
-    def on_whole_matrices(self, tensors: list[Tensor], fn: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    def shapes(self, parts: list[Tensor]) -> list[tuple[int, ...]]:
+        """The shapes of the whole tensors.
+
+        Args:
+            parts: this rank's parts of them.
+        """
+        ...
+
+    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
+        """Indices of the matrices whose work is done together, in turn.
+
+        Args:
+            parts: this rank's parts of the matrices.
+        """
+        ...
+
+    def on_whole_matrices(
+        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+    ) -> list[Tensor]:
         """Applies a function of whole matrices and returns this rank's part of each result.
 
         Args:
-            tensors: this rank's parts of the matrices.
-            fn: maps whole matrices to new tensors of the same shapes.
+            parts: this rank's parts of the matrices of one round; only read.
+            where: the round, as `rounds` gave it.
+            fn: maps whole matrices of one shape to new tensors of that shape.
+            dtype: of the results of `fn`; they travel between ranks in it.
 
         Returns:
-            This rank's part of each result, in the order and shapes of `tensors`.
+            This rank's part of each result, in the order and shapes of `parts`.
         """
         ...
+
+
+def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]], list[int]]:
+    """Divides matrices among ranks, so that each one is worked on once and the ranks finish together.
+
+    The costliest matrix left goes to the rank with the least work, Newton-Schulz taking rows cols min(rows, cols)
+    operations a step; in a round a rank takes matrices of up to STACK_ELEMENTS elements. The outcome depends on the
+    arguments alone, so that all ranks agree without a word.
+
+    Args:
+        shapes: of the whole matrices; a tensor with ndim > 2 counts as (first dimension, all others).
+        ranks: number of ranks.
+
+    Returns:
+        The rounds, as lists of indices, and for each matrix the rank that works on it.
+    """
+    sizes = [prod(shape) for shape in shapes]
+    costs = [size * min(shape[0], size // max(1, shape[0])) for shape, size in zip(shapes, sizes)]
+    # Equal shapes side by side: a rank stacks those of its round.
+    order = sorted(range(len(shapes)), key=lambda i: (-costs[i], tuple(shapes[i]), i))
+    work, owners = [0] * ranks, [0] * len(shapes)
+    round_of = [0] * len(shapes)
+    filled = [(0, 0)] * ranks  # the round each rank is in, and the elements it has taken there
+    for i in order:
+        owner = min(range(ranks), key=lambda r: (work[r], r))
+        work[owner] += costs[i]
+        owners[i] = owner
+        number, elements = filled[owner]
+        if elements and elements + sizes[i] > STACK_ELEMENTS:
+            number, elements = number + 1, 0
+        round_of[i] = number
+        filled[owner] = number, elements + sizes[i]
+    rounds: list[list[int]] = [[] for _ in range(max(round_of, default=-1) + 1)]
+    for i in order:
+        rounds[round_of[i]].append(i)
+    return rounds, owners
+
+
+def by_shape(matrices: list[Tensor], fn: MatrixFunction) -> list[Tensor]:
+    """Applies `fn` to whole matrices, those of equal shape together.
+
+    Args:
+        matrices: whole matrices; only read.
+        fn: see `Sharding.on_whole_matrices`.
+    """
+    equal: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, matrix in enumerate(matrices):
+        equal[tuple(matrix.shape)].append(i)
+    results = list(matrices)
+    for where in equal.values():
+        for i, result in zip(where, fn([matrices[i] for i in where])):
+            results[i] = result
+    return results

@@ -1,17 +1,36 @@
-"""Ordinary tensors: one process, and DDP, where every rank holds every parameter whole."""
+"""Ordinary tensors: every rank that has one has it whole."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from mars_hf.optim.sharding.base import MatrixFunction, by_shape, divide
 
 
 class LocalTensors:
     """Each tensor is whole on this rank, so nothing is communicated."""
 
+    whole = True
+
+    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors themselves; see `Sharding.parts`."""
+        return tensors
+
     def whole_norms(self, squares: Tensor) -> Tensor:
         """Square roots; see `Sharding.whole_norms`."""
         return squares.sqrt()
 
-    def on_whole_matrices(self, tensors: list[Tensor], fn: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    def shapes(self, parts: list[Tensor]) -> list[tuple[int, ...]]:
+        """Their own shapes; see `Sharding.shapes`."""
+        return [tuple(part.shape) for part in parts]
+
+    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
+        """Matrices of up to STACK_ELEMENTS elements in a round; see `Sharding.rounds`."""
+        return divide(self.shapes(parts), 1)[0]
+
+    def on_whole_matrices(
+        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+    ) -> list[Tensor]:
         """The function itself; see `Sharding.on_whole_matrices`."""
-        return fn(tensors)
+        return by_shape(parts, fn)
