@@ -108,7 +108,7 @@ def test_each_matrix_is_worked_on_once(count, tmp_path):
 
 
 def trajectories(rank):
-    """Every rule on rows sharded over one dimension of a mesh (HSDP) and on whole DTensors, against ordinary tensors."""
+    """Every rule on rows sharded over one dimension of a mesh (HSDP), and on whole DTensors, against plain tensors."""
     mesh = init_device_mesh("cpu", (2, 2))
     for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()]):
         for mars_type in ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "moonlight"):
