@@ -1,6 +1,7 @@
 """Shared by all tests: where the repository is, and how to run its command lines."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,11 @@ def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("corpus") / "small.txt"
     path.write_text(text[:150_000])
     return path
+
+
+@pytest.fixture(params=[None, True], ids=["eager", "fused"])
+def fused(request):
+    """The argument of `MARS`; the passes of fused=True are built once per session, where there is a compiler."""
+    if request.param and not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+    return request.param

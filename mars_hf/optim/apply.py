@@ -8,9 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.optim import fused
 from mars_hf.optim.rules import (
     ELEMENTWISE,
+    MARS_RULES,
     MATRIX_RULES,
+    Factors,
     Hyper,
     State,
     Tensors,
@@ -95,7 +98,13 @@ class NormBounds:
 
 @torch.no_grad()
 def update_(
-    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, bounds: NormBounds
+    params: Tensors,
+    grads: Tensors,
+    state: State,
+    hyper: Hyper,
+    sharding: Sharding,
+    bounds: NormBounds,
+    fuse: bool = False,
 ) -> None:
     """Applies the rule of a param group.
 
@@ -106,7 +115,9 @@ def update_(
         hyper: the param group.
         sharding: answers for tensors that are shards.
         bounds: what is known of the norms from the last step; brought up to date.
+        fuse: runs the element-wise part of a MARS rule as one compiled pass; the group went through `check_fused`.
     """
+    elementwise_ = _fused_elementwise_ if fuse and hyper["rule"] in MARS_RULES else _elementwise_
     if "step" in state:
         torch._foreach_add_(state["step"], 1)
     reference = "last_grad" in state
@@ -117,7 +128,7 @@ def update_(
         if where:
             part = {name: [tensors[i] for i in where] for name, tensors in state.items()}
             part_grads = [grads[i] for i in where]
-            c_norms = _elementwise_([params[i] for i in where], part_grads, part, hyper, sharding, clip)
+            c_norms = elementwise_([params[i] for i in where], part_grads, part, hyper, sharding, clip)
             if c_norms is not None and c_norms.device.type == "cpu":
                 bounds.watch(part_grads, part["last_grad"], c_norms.tolist(), hyper)
     if clips:
@@ -155,6 +166,19 @@ def _elementwise_(
         if "last_grad" in state and hyper["is_approx"]:
             # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
             torch._foreach_copy_(last_grads, chunk.grads)
+    return norms
+
+
+def _fused_elementwise_(
+    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, clip: bool
+) -> Tensor | None:
+    """As `_elementwise_`; one pass over memory needs no chunks that stay in cache, and the norms are another one."""
+    norms = None
+    factors: Factors = [1.0] * len(params)
+    if clip:
+        norms = sharding.whole_norms(fused.squared_norms_of_c(grads, state["last_grad"], hyper))
+        factors = clip_factors(norms, hyper["clip_c"])
+    fused.update_(params, grads, state, hyper, factors)
     return norms
 
 

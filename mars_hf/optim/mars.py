@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mars_hf.optim.apply import NormBounds, update_
+from mars_hf.optim.fused import check_fused
 from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, SHARED_LR, adamw_hyperparameters, vector_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, state_names
@@ -18,6 +19,8 @@ from mars_hf.optim.validation import check_hyperparameters, non_negative, one_of
 
 # Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
 _ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
+# The one that says how fast, not what: a checkpoint must load with and without it, so only `defaults` hold it.
+_SPEED = ("fused",)
 
 
 class MARS(ExactReference, torch.optim.Optimizer):
@@ -82,10 +85,15 @@ class MARS(ExactReference, torch.optim.Optimizer):
         ns_steps: Newton-Schulz steps.
         ns_dtype: dtype of the Newton-Schulz products.
         nesterov: of muon and moonlight.
+        fused: True updates parameters on the CPU by the MARS rules in one compiled pass, which a C++ compiler with
+            OpenMP (g++) builds when the optimizer is constructed: the same update, faster. It serves float32 and
+            float64, amsgrad=False, and h in the dtype of the parameter or bfloat16. It holds for all groups; adamw runs
+            torch's fused kernel with and without it, muon and moonlight do not change. Not part of the state_dict.
 
     Raises:
         ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
-            that was flattened or sharded after routing, or no parameter at all for the rule of `mars_type`.
+            that was flattened or sharded after routing, no parameter at all for the rule of `mars_type`, or fused=True
+            where it cannot be served.
 
     Source: MARS, arXiv 2411.10438 (algorithms 1 to 4); MARS-M, arXiv 2510.21800; where these and the authors' code
     disagree, the code.
@@ -113,8 +121,11 @@ class MARS(ExactReference, torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         nesterov: bool = True,
+        fused: bool | None = None,
     ) -> None:
         one_of("mars_type", mars_type, RULES)
+        if fused is not None and not isinstance(fused, bool):
+            raise ValueError(f"fused={fused!r} must be True, False or None")
         if mars_type not in MARS_RULES:
             given = {"optimize_1d": optimize_1d, "memory_efficient": memory_efficient, "is_approx": is_approx}
             for name, value in given.items():
@@ -140,6 +151,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "nesterov": nesterov,
             "transposed": False,
+            "fused": fused,
         }
         super().__init__(params, defaults)
         rules = {group["rule"] for group in self.param_groups}
@@ -172,15 +184,21 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 raise TypeError(f"params[{i}] is a {type(tensor_of(p)).__name__}: pass tensors")
             if id(tensor_of(p)) in known:
                 raise ValueError(f"{name_of(tensor_of(p), given, i)} is in another param group: give it one")
+        if given.get("fused", self.defaults["fused"]) != self.defaults["fused"]:
+            raise ValueError(
+                f"fused={given['fused']!r} in a param group: pass it to MARS, where it holds for all groups"
+            )
         finished = list(self._split(given))
         for group in finished:
             check_hyperparameters(group)
             for i, p in enumerate(group["params"]):
                 check_parameter(tensor_of(p), group, i)
+            if self.defaults["fused"]:
+                check_fused(group)
         running = self._exact_groups()
         for group in finished:
             super().add_param_group(group)
-            for name in _ROUTING:  # torch filled them in from the defaults
+            for name in (*_ROUTING, *_SPEED):  # torch filled them in from the defaults
                 del group[name]
             if running:
                 group.update({name: running[0][name] for name in EXACT_PHASE})
@@ -273,6 +291,9 @@ class MARS(ExactReference, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [(group, self._with_gradients(group)) for group in self.param_groups]
+        if self.defaults["fused"]:
+            for group in self.param_groups:  # their options may come from a checkpoint
+                check_fused(group)
         self._warn_of_overwritten_lr()
         # Only a memory of norms, which a copy or an unpickled optimizer starts without.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
@@ -284,7 +305,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 grads = [gradient_like(p) for p in same]
                 states = [self.state[p] for p in same]
                 state = {name: [s[name] for s in states] for name in names}
-                update_(same, grads, state, group, LocalTensors(), bounds)
+                update_(same, grads, state, group, LocalTensors(), bounds, bool(self.defaults["fused"]))
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
         return loss
