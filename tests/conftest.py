@@ -43,9 +43,16 @@ def corpus(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def compiler():
+    """Skips where fused=True of `MARS` cannot be built; it is built once per session."""
+    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+
+
 @pytest.fixture(params=[None, True], ids=["eager", "fused"])
 def fused(request):
-    """The argument of `MARS`; the passes of fused=True are built once per session, where there is a compiler."""
-    if request.param and not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
-        pytest.skip("no C++ compiler")
+    """The argument of `MARS`: a test that takes it runs once by the eager passes, once by the compiled one."""
+    if request.param:
+        request.getfixturevalue("compiler")
     return request.param

@@ -1,9 +1,9 @@
 """The element-wise part of the MARS rules in one compiled pass over memory, on CPU: `MARS(fused=True)`.
 
 mars-adamw in float32 then moves 36 bytes per element (reads p, g, m, v, h, writes p, m, v, h) where separate
-operations move 52 and torch's fused AdamW, without h, 28. The loops stand in fused.cpp. The system's C++ compiler builds
-them for the CPU at hand in about two seconds, once in each process that wants them. Nothing is kept on disk, so processes
-cannot wait for each other or load what was built for another CPU.
+operations move 52 and torch's fused AdamW, without h, 28. The loops stand in fused.cpp. The system's C++ compiler
+builds them for the CPU at hand in about two seconds, once in each process that wants them. Nothing is kept on disk, so
+processes cannot wait for each other or load what was built for another CPU.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def check_fused(group: dict[str, Any]) -> None:
         if h_dtype not in (None, p.dtype, torch.bfloat16):
             raise ValueError(
                 f"fused=True does not serve last_grad_dtype={h_dtype}, {name_of(p, group, i)} being {p.dtype}: "
-                f"{way_out}, or pass None or torch.bfloat16"
+                f"pass None or torch.bfloat16, or {way_out}"
             )
     passes()
 
