@@ -29,7 +29,10 @@ OPTIMIZERS: dict[str, Callable] = {
     "adamw": lambda params: MARS(params, mars_type="adamw"),
     "mars-adamw": MARS,
     "mars-adamw-bf16": lambda params: MARS(params, last_grad_dtype=torch.bfloat16),
+    "mars-adamw-fused": lambda params: MARS(params, fused=True),
+    "mars-adamw-bf16-fused": lambda params: MARS(params, last_grad_dtype=torch.bfloat16, fused=True),
     "mars-lion": lambda params: MARS(params, mars_type="mars-lion"),
+    "mars-lion-fused": lambda params: MARS(params, mars_type="mars-lion", fused=True),
     "mars-shampoo": lambda params: MARS(params, mars_type="mars-shampoo"),
     "mars-m": lambda params: MARS(orthogonalised(params, "mars-m"), mars_type="mars-m"),
     "moonlight": lambda params: MARS(orthogonalised(params, "moonlight"), mars_type="moonlight"),
@@ -80,11 +83,11 @@ def main() -> None:
         for name, optimizer in optimizers.items():
             times[name].append(timed(optimizer.step, args.device))
     times = {name: values[args.warmup :] for name, values in times.items()}
-    print(f"{'optimizer':16} {'median ms':>10} {'ratio':>7} {'(quartiles)':>14}")
+    print(f"{'optimizer':21} {'median ms':>10} {'ratio':>7} {'(quartiles)':>14}")
     for name, values in times.items():
         ratios = [value / base for value, base in zip(values, times[BASELINE])]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name:16} {1000 * statistics.median(values):10.1f} {middle:7.2f} {f'({low:.2f}-{high:.2f})':>14}")
+        print(f"{name:21} {1000 * statistics.median(values):10.1f} {middle:7.2f} {f'({low:.2f}-{high:.2f})':>14}")
     if args.output:
         args.output.write_text(json.dumps({"parameters": numel, "device": args.device, "seconds": times}, indent=2))
 

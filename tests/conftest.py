@@ -1,6 +1,7 @@
 """Shared by all tests: where the repository is, and how to run its command lines."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,18 @@ def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("corpus") / "small.txt"
     path.write_text(text[:150_000])
     return path
+
+
+@pytest.fixture
+def compiler():
+    """Skips where fused=True of `MARS` cannot be built; it is built once per session."""
+    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+
+
+@pytest.fixture(params=[None, True], ids=["eager", "fused"])
+def fused(request):
+    """The argument of `MARS`: a test that takes it runs once by the eager passes, once by the compiled one."""
+    if request.param:
+        request.getfixturevalue("compiler")
+    return request.param

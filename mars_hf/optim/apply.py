@@ -7,9 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.optim.fused import squared_norms_of_c
+from mars_hf.optim.fused import update_ as fused_update_
 from mars_hf.optim.rules import (
     ELEMENTWISE,
+    MARS_RULES,
     MATRIX_RULES,
+    Factors,
     Hyper,
     State,
     Tensors,
@@ -30,6 +34,22 @@ from mars_hf.optim.sharding import Sharding
 # and state stay in cache between the operations; on accelerators a chunk only bounds the temporaries.
 CPU_CHUNK_BYTES = 2**22
 CHUNK_BYTES = 2**28
+
+
+class Part(NamedTuple):
+    """Some of the tensors of an update."""
+
+    params: Tensors
+    grads: Tensors
+    state: State
+
+    def where(self, flags: list[bool], value: bool) -> "Part":
+        """The tensors whose flag is `value`."""
+        params, grads, *states = (
+            [t for t, flag in zip(tensors, flags) if flag == value]
+            for tensors in (self.params, self.grads, *self.state.values())
+        )
+        return Part(params, grads, dict(zip(self.state, states)))
 
 
 class Chunk(NamedTuple):
@@ -53,48 +73,43 @@ class NormBounds:
         # h -> (version of h when it was stored, ||h||): a later write to h by anyone else makes the norm unknown.
         self._known: dict[Tensor, tuple[int, float]] = {}
 
-    def may_clip(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> list[bool]:
-        """Whether ||c|| may exceed clip_c, for each tensor; see `update_` for the arguments."""
+    def watched(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> dict[Tensor, float]:
+        """The tensors whose ||c|| cannot exceed clip_c, by their h, with ||g||; see `Update` for the arguments."""
         of_h = alpha(hyper)
         limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
-        self._norms: dict[Tensor, float] = {}
-        answers = []
+        norms = {}
         for g, h in zip(grads, last_grads):
             version, h_norm = self._known.pop(h, (-1, 0.0))
-            watched = version == h._version
-            if watched:
+            if version == h._version:
                 g_norm = norm(g)
-                watched = (1 + of_h) * g_norm + of_h * h_norm <= limit
-            if watched:
-                self._norms[h] = g_norm
-            answers.append(not watched)
-        return answers
+                if (1 + of_h) * g_norm + of_h * h_norm <= limit:
+                    norms[h] = g_norm
+        return norms
 
-    def watch(self, grads: Tensors, last_grads: Tensors, c_norms: list[float], hyper: Hyper) -> None:
-        """Begins to watch the tensors whose measured ||c|| is small.
+    def to_watch(self, grads: Tensors, last_grads: Tensors, c_norms: Tensor, hyper: Hyper) -> dict[Tensor, float]:
+        """Of the tensors that were measured, those to watch from now on, by their h, with ||g||.
 
         Args:
-            grads: g of tensors that went through the measuring pass.
+            grads: their g.
             last_grads: their h.
             c_norms: their ||c||, before the clip.
             hyper: the param group.
         """
         # Only where ||h|| will be that of g: h in another dtype is rounded.
-        if hyper["is_approx"] and last_grads[0].dtype == grads[0].dtype:
-            for g, h, c_norm in zip(grads, last_grads, c_norms):
-                if c_norm <= 0.5 * hyper["clip_c"]:
-                    self._norms[h] = norm(g)
+        if c_norms.device.type != "cpu" or not hyper["is_approx"] or last_grads[0].dtype != grads[0].dtype:
+            return {}
+        small = zip(grads, last_grads, c_norms.tolist())
+        return {h: norm(g) for g, h, c_norm in small if c_norm <= 0.5 * hyper["clip_c"]}
 
-    def remember(self) -> None:
-        """Notes that the h of each watched tensor now holds its g."""
-        self._known.update({h: (h._version, h_norm) for h, h_norm in self._norms.items()})
+    def remember(self, norms: dict[Tensor, float]) -> None:
+        """Notes that each h now holds its g, whose norm is given."""
+        self._known.update({h: (h._version, h_norm) for h, h_norm in norms.items()})
 
 
-@torch.no_grad()
-def update_(
-    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, bounds: NormBounds
-) -> None:
-    """Applies the rule of a param group.
+class Update:
+    """One update of the tensors of a param group that share a layout: `squares()`, then `finish()` with the norms.
+
+    In between the squares of all updates of a step are added up over the ranks at once.
 
     Args:
         params: this rank's parts of tensors that share device and dtype; modified in place.
@@ -104,23 +119,84 @@ def update_(
         hyper: the param group.
         sharding: answers for the parts.
         bounds: what is known of the norms from the last step; brought up to date.
+        fuse: runs the element-wise part of a MARS rule as one compiled pass; the group went through `check_fused`.
     """
-    reference = "last_grad" in state
-    clips = reference and hyper["clip_c"] is not None
-    # A bound on the norms would need a collective as the norms do, so tensors that are sharded are always measured.
-    bounded = clips and sharding.whole
-    may_clip = bounds.may_clip(grads, state["last_grad"], hyper) if bounded else [clips] * len(params)
-    for clip in (False, True):
-        where = [i for i, may in enumerate(may_clip) if may == clip]
-        if where:
-            part = {name: [tensors[i] for i in where] for name, tensors in state.items()}
-            part_grads = [grads[i] for i in where]
-            c_norms = _elementwise_([params[i] for i in where], part_grads, part, hyper, sharding, clip)
-            if bounded and c_norms is not None and c_norms.device.type == "cpu":
-                bounds.watch(part_grads, part["last_grad"], c_norms.tolist(), hyper)
-    if bounded:
-        bounds.remember()
-    if hyper["rule"] in MATRIX_RULES:
+
+    def __init__(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        hyper: Hyper,
+        sharding: Sharding,
+        bounds: NormBounds,
+        fuse: bool = False,
+    ) -> None:
+        self._all = Part(params, grads, state)
+        self._hyper, self.sharding, self._bounds = hyper, sharding, bounds
+        self._fuse = fuse and hyper["rule"] in MARS_RULES
+        clips = "last_grad" in state and hyper["clip_c"] is not None
+        # A bound on the norms would need a collective as the norms do, so tensors that are sharded are always measured.
+        self._bounded = clips and sharding.whole
+        self._watched = bounds.watched(grads, state["last_grad"], hyper) if self._bounded else {}
+        may_clip = [clips and state["last_grad"][i] not in self._watched for i in range(len(params))]
+        self._clipped, self._others = (self._all.where(may_clip, value) for value in (True, False))
+
+    def squares(self) -> Tensor | None:
+        """||c||^2 of this rank's part of each tensor that may be clipped; None: there is none. h may become c."""
+        part, hyper = self._clipped, self._hyper
+        if not part.params:
+            return None
+        if self._fuse:
+            return squared_norms_of_c(part.grads, part.state["last_grad"], hyper)
+        self._pieces = list(chunks(part))
+        squares: list[Tensors] = [[] for _ in part.params]
+        for chunk in self._pieces:
+            cs = corrected_gradients_(chunk.grads, chunk.state["last_grad"], hyper)
+            for owner, square in zip(chunk.owners, squared_norms(cs)):
+                squares[owner].append(square)
+        return torch.stack([part[0] if len(part) == 1 else torch.stack(part).sum() for part in squares])
+
+    def finish(self, norms: Tensor | None) -> None:
+        """Applies the rule.
+
+        Args:
+            norms: ||c|| of the whole tensors of `squares()`.
+        """
+        if self._others.params:
+            self._elementwise_(self._others, None)
+        if norms is not None:
+            self._elementwise_(self._clipped, clip_factors(norms, self._hyper["clip_c"]))
+            if self._bounded:
+                grads, last_grads = self._clipped.grads, self._clipped.state["last_grad"]
+                self._watched |= self._bounds.to_watch(grads, last_grads, norms, self._hyper)
+        self._bounds.remember(self._watched)
+        if self._hyper["rule"] in MATRIX_RULES:
+            self._orthogonalise_()
+
+    def _elementwise_(self, part: "Part", factors: Factors | None) -> None:
+        """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
+        hyper = self._hyper
+        if self._fuse:
+            fused_update_(*part, hyper, [1.0] * len(part.params) if factors is None else factors)
+            return
+        # Where there are factors, h became c already if its dtype allows.
+        for chunk in chunks(part) if factors is None else self._pieces:
+            cs = chunk.grads
+            if "last_grad" in part.state:
+                cs = last_grads = chunk.state["last_grad"]
+                if factors is None or cs[0].dtype != chunk.grads[0].dtype:
+                    cs = corrected_gradients_(chunk.grads, last_grads, hyper)
+                if factors is not None:
+                    scale_(cs, [factors[owner] for owner in chunk.owners])
+            ELEMENTWISE[hyper["rule"]](chunk.params, chunk.grads, cs, chunk.state, hyper)
+            if "last_grad" in part.state and hyper["is_approx"]:
+                # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
+                torch._foreach_copy_(last_grads, chunk.grads)
+
+    def _orthogonalise_(self) -> None:
+        """What a matrix rule does with the momentum."""
+        (params, grads, state), hyper, sharding = self._all, self._hyper, self.sharding
         factors = [matrix_factor(shape, hyper) for shape in sharding.shapes(params)]
         for where in sharding.rounds(params):
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
@@ -133,50 +209,13 @@ def update_(
             add_updates_([params[i] for i in where], updates, hyper)
 
 
-def _elementwise_(
-    params: Tensors, grads: Tensors, state: State, hyper: Hyper, sharding: Sharding, clip: bool
-) -> Tensor | None:
-    """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum.
-
-    Returns:
-        With `clip` ||c|| of each tensor, before the clip.
-    """
-    pieces = list(chunks(params, grads, state))
-    norms = None
-    if clip:
-        norms = sharding.whole_norms(_squared_norms_of_c_(pieces, len(params), hyper))
-        factors = clip_factors(norms, hyper["clip_c"])
-    for chunk in pieces:
-        cs = chunk.grads
-        if "last_grad" in state:
-            cs = last_grads = chunk.state["last_grad"]
-            if not clip or cs[0].dtype != chunk.grads[0].dtype:
-                cs = corrected_gradients_(chunk.grads, last_grads, hyper)
-            if clip:
-                scale_(cs, [factors[owner] for owner in chunk.owners])
-        ELEMENTWISE[hyper["rule"]](chunk.params, chunk.grads, cs, chunk.state, hyper)
-        if "last_grad" in state and hyper["is_approx"]:
-            # A copy into the optimizer's own memory: engines write the next gradient over the memory of this one.
-            torch._foreach_copy_(last_grads, chunk.grads)
-    return norms
-
-
-def _squared_norms_of_c_(pieces: list[Chunk], count: int, hyper: Hyper) -> Tensor:
-    """||c||^2 of this rank's part of each tensor, shape (count,); h becomes c where its dtype allows."""
-    parts: list[Tensors] = [[] for _ in range(count)]
-    for chunk in pieces:
-        cs = corrected_gradients_(chunk.grads, chunk.state["last_grad"], hyper)
-        for owner, square in zip(chunk.owners, squared_norms(cs)):
-            parts[owner].append(square)
-    return torch.stack([part[0] if len(part) == 1 else torch.stack(part).sum() for part in parts])
-
-
-def chunks(params: Tensors, grads: Tensors, state: State) -> Iterator[Chunk]:
-    """Cuts tensors into chunks of bounded size; see `update_` for the arguments.
+def chunks(part: Part) -> Iterator[Chunk]:
+    """Cuts tensors into chunks of bounded size.
 
     Small tensors share a chunk; a tensor larger than a chunk is cut into flat views, if it and all its companions are
     contiguous.
     """
+    params, grads, state = part
     limit = CPU_CHUNK_BYTES if params[0].device.type == "cpu" else CHUNK_BYTES
     limit //= params[0].element_size()
     chunk, size = _empty_chunk(state), 0

@@ -11,16 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mars_hf.optim.apply import NormBounds, update_
-from mars_hf.optim.param_groups import MATRICES_WITHOUT_EMBEDDINGS, SHARED_LR, adamw_hyperparameters, vector_rule
+from mars_hf.optim.apply import NormBounds, Update
+from mars_hf.optim.fused import check_fused
+from mars_hf.optim.param_groups import split_by_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, squared_norms, state_names
-from mars_hf.optim.sharding import Sharding, layouts, whole_shape
+from mars_hf.optim.sharding import Sharding, layouts, whole_norms
 from mars_hf.optim.tensors import check_parameter, gradient_like, name_of, same_layout, tensor_of
-from mars_hf.optim.validation import check_hyperparameters, non_negative, one_of, two_betas
+from mars_hf.optim.validation import check_hyperparameters, one_of
 
 # Arguments that only say how plain parameters are split into groups; a finished group holds their outcome.
 _ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
+# The one that says how fast, not what: a checkpoint must load with and without it, so only `defaults` hold it.
+_SPEED = ("fused",)
 
 
 class MARS(ExactReference, torch.optim.Optimizer):
@@ -88,10 +91,15 @@ class MARS(ExactReference, torch.optim.Optimizer):
         process_group: ranks that hold the same parameters and gradients (DistributedDataParallel): they divide the
             Newton-Schulz work among them. None: each process does all of it. FSDP2 and DeepSpeed ZeRO, whose ranks
             hold shards, are recognised by themselves, and there every rank must step together.
+        fused: True updates parameters on the CPU by the MARS rules in one compiled pass, which a C++ compiler with
+            OpenMP (g++) builds when the optimizer is constructed: the same update, faster. It serves float32 and
+            float64, amsgrad=False, and h in the dtype of the parameter or bfloat16. It holds for all groups; adamw runs
+            torch's fused kernel with and without it, muon and moonlight do not change. Not part of the state_dict.
 
     Raises:
         ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
-            that was flattened or sharded after routing, or no parameter at all for the rule of `mars_type`.
+            that was flattened or sharded after routing, no parameter at all for the rule of `mars_type`, or fused=True
+            where it cannot be served.
 
     Source: MARS, arXiv 2411.10438 (algorithms 1 to 4); MARS-M, arXiv 2510.21800; where these and the authors' code
     disagree, the code.
@@ -120,8 +128,11 @@ class MARS(ExactReference, torch.optim.Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         nesterov: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        fused: bool | None = None,
     ) -> None:
         one_of("mars_type", mars_type, RULES)
+        if fused is not None and not isinstance(fused, bool):
+            raise ValueError(f"fused={fused!r} must be True, False or None")
         if mars_type not in MARS_RULES:
             given = {"optimize_1d": optimize_1d, "memory_efficient": memory_efficient, "is_approx": is_approx}
             for name, value in given.items():
@@ -147,6 +158,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "nesterov": nesterov,
             "transposed": False,
+            "fused": fused,
         }
         # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
         self._ranks = process_group
@@ -181,63 +193,31 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 raise TypeError(f"params[{i}] is a {type(tensor_of(p)).__name__}: pass tensors")
             if id(tensor_of(p)) in known:
                 raise ValueError(f"{name_of(tensor_of(p), given, i)} is in another param group: give it one")
-        finished = list(self._split(given))
+        if given.get("fused", self.defaults["fused"]) != self.defaults["fused"]:
+            raise ValueError(
+                f"fused={given['fused']!r} in a param group: pass it to MARS, where it holds for all groups"
+            )
+        finished = list(split_by_rule(given, self.defaults))
         for group in finished:
             check_hyperparameters(group)
             for i, p in enumerate(group["params"]):
                 check_parameter(tensor_of(p), group, i)
             tensors = [tensor_of(p) for p in group["params"]]
             list(layouts(tensors, tensors, None, {}, partial(_name, group)))
+            if self.defaults["fused"]:
+                check_fused(group)
         running = self._exact_groups()
         originals = self.__dict__.setdefault("_originals", {})
-        for group in finished:
+        for split in finished:
+            group = {**dict.fromkeys(EXACT_PHASE, False), **split}
             # Engines put other tensors into the group, and ZeRO's are found by what was there. Weak: FSDP2 frees them.
             group["group_id"] = len(self.param_groups)
             originals[group["group_id"]] = [weakref.ref(tensor_of(p)) for p in group["params"]]
             super().add_param_group(group)
-            for name in _ROUTING:  # torch filled them in from the defaults
+            for name in (*_ROUTING, *_SPEED):  # torch filled them in from the defaults
                 del group[name]
             if running:
                 group.update({name: running[0][name] for name in EXACT_PHASE})
-
-    def _split(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The finished groups of a group, each with one rule and every hyperparameter."""
-        values = {**self.defaults, **given}
-        names = ("lr", "betas", "weight_decay", "lr_1d", "betas_1d", "weight_decay_1d")
-        one_of("mars_type", values["mars_type"], RULES)
-        for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d"):
-            if values[name] is not None:
-                non_negative(name, values[name])
-        if values["betas_1d"] is not None:
-            two_betas("betas_1d", values["betas_1d"])
-        adamw = adamw_hyperparameters(values["mars_type"], **{name: values[name] for name in names})
-        if "lr" in given and "lr_1d" not in given and values["mars_type"] not in SHARED_LR and self.defaults["lr"] > 0:
-            # A group with another lr keeps the ratio of the two, as in the authors' code.
-            adamw["lr"] *= given["lr"] / self.defaults["lr"]
-        exact_phase = dict.fromkeys(EXACT_PHASE, False)
-        if "rule" in given:
-            one_of("rule", given["rule"], RULES)
-            any_vector = any(len(whole_shape(tensor_of(p))) < 2 for p in given["params"])
-            inherited = adamw if given["rule"] == "adamw" else {}
-            yield {**self.defaults, "optimize_1d": any_vector, **inherited, **exact_phase, **given}
-            return
-        matrices: list[Any] = []
-        vectors: list[Any] = []
-        for p in given["params"]:
-            (matrices if len(whole_shape(tensor_of(p))) >= 2 else vectors).append(p)
-        mars_type = values["mars_type"]
-        if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
-            warnings.warn(
-                f"mars_type={mars_type!r} orthogonalises every matrix it is given, embeddings and output head too: "
-                "build the groups with mars_param_groups(model) to leave those to AdamW",
-                stacklevel=4,
-            )
-        if matrices or not vectors:
-            yield {**values, **exact_phase, "rule": mars_type, "params": matrices}
-        if vectors:
-            own = {} if values["optimize_1d"] else adamw
-            rule = vector_rule(mars_type, values["optimize_1d"])
-            yield {**values, **own, **exact_phase, "rule": rule, "params": vectors}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of the same rules; the hyperparameters become those that were saved.
@@ -288,22 +268,14 @@ class MARS(ExactReference, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [(group, *same) for group in self.param_groups for same in self._layouts(group)]
+        if self.defaults["fused"]:
+            for group in self.param_groups:  # their options may come from a checkpoint
+                check_fused(group)
         self._warn_of_overwritten_lr()
-        # Only a memory of norms.
-        bounds = self.__dict__.setdefault("_bounds", NormBounds())
-        for group, params, sharding in work:
-            names = state_names(group)
-            first = not any("exp_avg" in self.state.get(p, ()) for p in params)
-            for p in params:
-                self._init_state(p, names, group["last_grad_dtype"])
-            grads = sharding.parts([gradient_like(p) for p in params])
-            if first and self._is_dry_run(group, params, grads, sharding):
-                continue
-            states = [self.state[p] for p in params]
-            if "step" in names:
-                torch._foreach_add_([s["step"] for s in states], 1)
-            state = {name: sharding.parts([s[name] for s in states]) for name in names}
-            update_(sharding.parts(params), grads, state, group, sharding, bounds)
+        updates = [update for item in work if (update := self._update(*item)) is not None]
+        norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
+        for update, its_norms in zip(updates, norms):
+            update.finish(its_norms)
         for group in self._exact_groups():
             group["last_grad_is_used"] = True
         return loss
@@ -336,6 +308,23 @@ class MARS(ExactReference, torch.optim.Optimizer):
                     check_parameter(p, group, _index(group, p))
             yield same, sharding
 
+    def _update(self, group: dict[str, Any], params: list[Tensor], sharding: Sharding) -> Update | None:
+        """The coming update of parameters that share a layout; creates their state and counts the step."""
+        names = state_names(group)
+        is_first = not any("exp_avg" in self.state.get(p, ()) for p in params)
+        for p in params:
+            self._init_state(p, names, group["last_grad_dtype"])
+        grads = sharding.parts([gradient_like(p) for p in params])
+        if is_first and self._is_dry_run(group, params, grads, sharding):
+            return None
+        states = [self.state[p] for p in params]
+        if "step" in names:
+            torch._foreach_add_([state["step"] for state in states], 1)
+        state = {name: sharding.parts([state[name] for state in states]) for name in names}
+        # Only a memory of norms.
+        bounds = self.__dict__.setdefault("_bounds", NormBounds())
+        return Update(sharding.parts(params), grads, state, group, sharding, bounds, bool(self.defaults["fused"]))
+
     def _built_with(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters that a group was built with, those of them that are still alive."""
         known = self.__dict__.get("_originals", {}).get(group["group_id"], ())
@@ -349,7 +338,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
         built_with = {id(p) for p in self._built_with(group)}
         if any(id(p) in built_with for p in params):
             return False
-        return not sharding.whole_norms(torch.stack(squared_norms(grads))).any()
+        (norms,) = whole_norms([sharding], [torch.stack(squared_norms(grads))])
+        return norms is not None and not norms.any()
 
     def _init_state(self, p: Tensor, names: tuple[str, ...], last_grad_dtype: torch.dtype | None) -> None:
         state = self.state[p]

@@ -1,6 +1,7 @@
 """From parameters to param groups: which parameter gets which rule, learning rate and weight decay."""
 
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import nn
 
 from mars_hf.optim.rules import MATRIX_RULES, RULES
 from mars_hf.optim.sharding import whole_shape
-from mars_hf.optim.validation import one_of
+from mars_hf.optim.tensors import tensor_of
+from mars_hf.optim.validation import non_negative, one_of, two_betas
 
 # Of the types below the AdamW-ruled parameters share lr and weight decay with the matrices, as in the authors' runs.
 SHARED_LR = frozenset({"mars-m", "moonlight", "adamw"})
@@ -42,6 +44,56 @@ def adamw_hyperparameters(
         "betas": default_betas if betas_1d is None else betas_1d,
         "weight_decay": default_decay if weight_decay_1d is None else weight_decay_1d,
     }
+
+
+def split_by_rule(given: dict[str, Any], defaults: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Splits a param group by ndim, unless it has a `rule` of its own.
+
+    Args:
+        given: `params`, a list of tensors or (name, tensor) pairs, and any arguments of `MARS`.
+        defaults: all arguments of `MARS`.
+
+    Yields:
+        Groups with one rule and every hyperparameter.
+
+    Raises:
+        ValueError: an unknown name, or a learning rate, weight decay or beta out of range.
+    """
+    values = {**defaults, **given}
+    names = ("lr", "betas", "weight_decay", "lr_1d", "betas_1d", "weight_decay_1d")
+    one_of("mars_type", values["mars_type"], RULES)
+    for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d"):
+        if values[name] is not None:
+            non_negative(name, values[name])
+    if values["betas_1d"] is not None:
+        two_betas("betas_1d", values["betas_1d"])
+    adamw = adamw_hyperparameters(values["mars_type"], **{name: values[name] for name in names})
+    if "lr" in given and "lr_1d" not in given and values["mars_type"] not in SHARED_LR and defaults["lr"] > 0:
+        # A group with another lr keeps the ratio of the two, as in the authors' code.
+        adamw["lr"] *= given["lr"] / defaults["lr"]
+    if "rule" in given:
+        one_of("rule", given["rule"], RULES)
+        any_vector = any(len(whole_shape(tensor_of(p))) < 2 for p in given["params"])
+        inherited = adamw if given["rule"] == "adamw" else {}
+        yield {**defaults, "optimize_1d": any_vector, **inherited, **given}
+        return
+    matrices: list[Any] = []
+    vectors: list[Any] = []
+    for p in given["params"]:
+        (matrices if len(whole_shape(tensor_of(p))) >= 2 else vectors).append(p)
+    mars_type = values["mars_type"]
+    if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
+        warnings.warn(
+            f"mars_type={mars_type!r} orthogonalises every matrix it is given, embeddings and output head too: "
+            "build the groups with mars_param_groups(model) to leave those to AdamW",
+            stacklevel=5,
+        )
+    if matrices or not vectors:
+        yield {**values, "rule": mars_type, "params": matrices}
+    if vectors:
+        own = {} if values["optimize_1d"] else adamw
+        rule = vector_rule(mars_type, values["optimize_1d"])
+        yield {**values, **own, "rule": rule, "params": vectors}
 
 
 def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -82,6 +82,10 @@ class MARSArguments:
     mars_ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz steps."})
     mars_ns_dtype: str = field(default="bfloat16", metadata={"help": "Dtype of the Newton-Schulz products."})
     mars_nesterov: bool = field(default=True, metadata={"help": "Nesterov momentum of muon and moonlight."})
+    mars_fused: bool = field(
+        default=False,
+        metadata={"help": "One compiled pass per step on the CPU; needs a C++ compiler with OpenMP (g++)."},
+    )
 
     def updated(self, optim_args: str | None) -> "MARSArguments":
         """A copy with the values of `--optim_args "key=value,key=value"`.
@@ -156,6 +160,7 @@ class MARSArguments:
             "ns_steps": self.mars_ns_steps,
             "ns_dtype": _dtype("mars_ns_dtype", self.mars_ns_dtype),
             "nesterov": self.mars_nesterov,
+            "fused": self.mars_fused,
         }
 
 

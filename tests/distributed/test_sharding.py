@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing import assert_close
 
 from mars_hf import MARS
-from mars_hf.optim.sharding import base, layouts
+from mars_hf.optim.sharding import base, layouts, whole_norms
 from mars_hf.optim.sharding.base import divide
 from mars_hf.optim.sharding.dtensor import dtensor_sharding
 from mars_hf.optim.sharding.replicated import ReplicatedTensors
@@ -92,9 +92,13 @@ def rows(rank):
         sharding, parts, lambda whole: distribute_tensor(whole, mesh, [Shard(0)]).to_local(), counter, 2
     )
     counter = Counter("all_reduce")
-    norms = sharding.whole_norms(torch.stack([part.square().sum() for part in parts]))
+    squares = torch.stack([part.square().sum() for part in parts])
+    first, nothing, second = whole_norms([sharding] * 3, [squares, None, 4 * squares])
     assert counter.calls == {"all_reduce": 1}
-    assert_close(norms, torch.stack([m.norm() for m in whole_matrices()]))
+    norms = torch.stack([m.double().norm() for m in whole_matrices()])
+    assert_close(first, norms, rtol=1e-6, atol=0)
+    assert_close(second, 2 * norms, rtol=1e-6, atol=0)
+    assert nothing is None
 
 
 def whole_and_rows(rank):

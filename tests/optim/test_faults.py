@@ -433,15 +433,16 @@ def test_shortcut_around_the_clip_changes_nothing(rule, monkeypatch):
         measured = []
         with monkeypatch.context() as patch:
             if always_measure:
-                patch.setattr("mars_hf.optim.apply.NormBounds.may_clip", lambda *args: [True] * len(shapes))
-                patch.setattr("mars_hf.optim.apply.NormBounds.watch", lambda *args: None)
-                patch.setattr("mars_hf.optim.apply.NormBounds.remember", lambda *args: None)
+                patch.setattr(NormBounds, "watched", lambda *args: {})
             else:
-                original = NormBounds.may_clip
-                patch.setattr(
-                    "mars_hf.optim.apply.NormBounds.may_clip",
-                    lambda *args: measured.append(original(*args)) or measured[-1],
-                )
+                original = NormBounds.watched
+
+                def watched(self, grads, last_grads, hyper):
+                    found = original(self, grads, last_grads, hyper)
+                    measured.append([h not in found for h in last_grads])
+                    return found
+
+                patch.setattr(NormBounds, "watched", watched)
             for t in range(8):
                 for p, g, scale in zip(params, grads_of(params, t), (0.01, 0.15, 3.0)):
                     p.grad = g * scale

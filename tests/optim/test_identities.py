@@ -1,5 +1,7 @@
 """Identities between rules, in float64 below 1e-12 with the clip inactive."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,12 @@ STEPS = 8
 # Newton-Schulz adds an absolute eps to the norm, which is not scale-invariant; gradients this large make it vanish.
 LARGE = 1e7
 NS = {"ns_dtype": torch.float64, "clip_c": None}
+
+
+@pytest.fixture(autouse=True)
+def both_paths(fused, monkeypatch):
+    """Every identity holds for the eager and for the compiled passes."""
+    monkeypatch.setitem(globals(), "MARS", partial(MARS, fused=fused))
 
 
 def gradients(scale: float = 1.0) -> list[list[torch.Tensor]]:

@@ -23,11 +23,11 @@ ROUNDING = 5e-7
 EPS_NOT_CORRECTED = 2e-5
 
 
-def build(config: dict, params: dict[str, torch.nn.Parameter]) -> MARS:
+def build(config: dict, params: dict[str, torch.nn.Parameter], fused: bool | None) -> MARS:
     is_approx = not config["exact"]
     if "mars_type" in config:
         arguments = {name: config[name] for name in MARS_ARGUMENTS if name in config}
-        return MARS(params.values(), is_approx=is_approx, ns_dtype=torch.float32, **arguments)
+        return MARS(params.values(), is_approx=is_approx, ns_dtype=torch.float32, fused=fused, **arguments)
     rule = "moonlight" if "Moonlight" in config["algorithm"] else "mars-m"
     memory_efficient = "no last_grad" in config["algorithm"]
     return MARS(
@@ -45,6 +45,7 @@ def build(config: dict, params: dict[str, torch.nn.Parameter]) -> MARS:
         clip_c=None if memory_efficient else 1.0,
         memory_efficient=memory_efficient,
         ns_dtype=torch.float32,
+        fused=fused,
     )
 
 
@@ -53,13 +54,15 @@ def test_every_recorded_case_is_here():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_trajectory(path):
+def test_trajectory(path, fused):
     with safe_open(path, "pt") as file:
         config = json.loads(file.metadata()["config"])
         recorded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if fused and config.get("amsgrad"):
+        pytest.skip("fused=True refuses amsgrad")
     names = [key.removeprefix("param0.") for key in recorded if key.startswith("param0.")]
     params = {name: torch.nn.Parameter(recorded[f"param0.{name}"].clone()) for name in names}
-    optimizer = build(config, params)
+    optimizer = build(config, params, fused)
     adamw_in_muon = "mars_type" not in config
     peaks = [group["lr"] for group in optimizer.param_groups]
     steps = config["steps"]

@@ -45,6 +45,7 @@ def test_trainer_arguments_keep_their_meaning():
     options += ["--mars_ns_dtype", "float32", "--mars_last_grad_dtype", "bfloat16", "--optimize_1d"]
     options += ["--mars_beta1", "0.9", "--mars_beta2", "0.98", "--mars_amsgrad", "--mars_memory_efficient"]
     options += ["--mars_ns_steps", "3", "--no_mars_nesterov", "--weight_decay_1d", "0.2", "--is_approx", "False"]
+    options += ["--mars_fused"]
     arguments = constructor(parse(*options))
     assert arguments == {
         "lr": 6e-3,
@@ -65,6 +66,7 @@ def test_trainer_arguments_keep_their_meaning():
         "ns_steps": 3,
         "ns_dtype": torch.float32,
         "nesterov": False,
+        "fused": True,
     }
 
 

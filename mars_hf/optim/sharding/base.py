@@ -6,6 +6,7 @@ from math import prod
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Maps whole matrices of one shape to new tensors of the same shape.
@@ -25,23 +26,14 @@ class Sharding(Protocol):
     whole: bool
     """Whether each part is the whole tensor on every rank."""
 
+    group: dist.ProcessGroup | None
+    """The ranks that hold the parts, where they are not whole."""
+
     def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """This rank's part of each whole tensor, as views; a number of the engine's tensor goes to each of its parts.
 
         Args:
             tensors: the engine's tensors: parameters, gradients or state.
-        """
-        ...
-
-    def whole_norms(self, squares: Tensor) -> Tensor:
-        """L2 norm of each whole tensor, whatever part of it this rank holds.
-
-        Args:
-            squares: squared norm of this rank's part of each tensor, shape (tensors,), float32 or float64; not
-                modified. Squares, because they add up over the ranks, and one vector of them takes one collective.
-
-        Returns:
-            Norms, shape (tensors,), on the same device.
         """
         ...
 
@@ -76,6 +68,30 @@ class Sharding(Protocol):
             This rank's part of each result, in the order and shapes of `parts`.
         """
         ...
+
+
+def whole_norms(shardings: Sequence[Sharding], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """L2 norms of whole tensors, whatever part of them this rank holds, by one collective for each group of ranks.
+
+    Args:
+        shardings: layouts of lists of tensors.
+        squares: for each layout the squared norms of this rank's parts, shape (tensors,), float32 or float64, or None
+            where none is wanted; not modified.
+
+    Returns:
+        For each layout the norms, shape (tensors,), or None.
+    """
+    results = list(squares)
+    by_group: defaultdict[dist.ProcessGroup, dict[int, Tensor]] = defaultdict(dict)
+    for i, (sharding, square) in enumerate(zip(shardings, squares)):
+        if square is not None and sharding.group is not None:
+            by_group[sharding.group][i] = square.double()
+    for group, parts in by_group.items():
+        total = torch.cat(list(parts.values()))
+        dist.all_reduce(total, group=group)  # squares add up over the ranks
+        for i, square in zip(parts, total.split([len(part) for part in parts.values()])):
+            results[i] = square
+    return [None if square is None else square.sqrt() for square in results]
 
 
 def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]], list[int]]:

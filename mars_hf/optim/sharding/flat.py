@@ -34,18 +34,13 @@ class FlatShards:
     whole = False
 
     def __init__(self, tensors: list[Slices], group: dist.ProcessGroup) -> None:
-        self._tensors, self._group = tensors, group
+        self._tensors = tensors
+        self.group: dist.ProcessGroup | None = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Answered by each engine's own class; see `Sharding.parts`."""
         raise NotImplementedError
-
-    def whole_norms(self, squares: Tensor) -> Tensor:
-        """The squares added up over the ranks, in one collective; see `Sharding.whole_norms`."""
-        squares = squares.clone()
-        dist.all_reduce(squares, group=self._group)
-        return squares.sqrt()
 
     def shapes(self, parts: list[Tensor]) -> list[tuple[int, ...]]:
         """See `Sharding.shapes`."""
@@ -88,7 +83,7 @@ class FlatShards:
             outgoing,
             [sum(from_rank) for from_rank in sizes],
             [sum(t.numel() for t in to_rank) for to_rank in send],
-            group=self._group,
+            group=self.group,
         )
         pieces = iter(incoming.split([size for from_rank in sizes for size in from_rank]))
         return [[next(pieces) for _ in from_rank] for from_rank in sizes]

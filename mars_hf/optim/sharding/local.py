@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mars_hf.optim.sharding.base import MatrixFunction, by_shape, divide
@@ -12,14 +13,11 @@ class LocalTensors:
     """Each tensor is whole on this rank, so nothing is communicated."""
 
     whole = True
+    group: dist.ProcessGroup | None = None
 
     def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors themselves; see `Sharding.parts`."""
         return tensors
-
-    def whole_norms(self, squares: Tensor) -> Tensor:
-        """Square roots; see `Sharding.whole_norms`."""
-        return squares.sqrt()
 
     def shapes(self, parts: list[Tensor]) -> list[tuple[int, ...]]:
         """Their own shapes; see `Sharding.shapes`."""

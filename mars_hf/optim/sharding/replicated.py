@@ -22,7 +22,7 @@ class ReplicatedTensors(LocalTensors):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._replicas = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
@@ -42,7 +42,7 @@ class ReplicatedTensors(LocalTensors):
         if mine:
             torch.cat([result.reshape(-1) for result in mine], out=send[: sizes[self._rank]])
         gathered = send.new_empty(self._ranks * len(send))
-        dist.all_gather_into_tensor(gathered, send, group=self._group)
+        dist.all_gather_into_tensor(gathered, send, group=self._replicas)
         starts = [r * len(send) for r in range(self._ranks)]
         results = []
         for part, owner in zip(parts, owners):
