@@ -154,16 +154,41 @@ def test_norms_do_not_depend_on_the_threads_and_write_nothing(h_dtype):
 def test_values_that_are_not_finite_stay_where_eager_passes_put_them(rule, last_grad_dtype, clip_c):
     outcomes = []
     for argument in (None, True):
+        outcomes.append([])
         p = nn.Parameter(torch.ones(9, 5))
         optimizer = MARS([p], mars_type=rule, clip_c=clip_c, last_grad_dtype=last_grad_dtype, fused=argument)
         for t in range(2):
             p.grad = torch.ones(9, 5)
             if t == 0:
                 p.grad.view(-1)[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+                p.grad.view(torch.int32)[0, 3] = 0x7FFFFFFF  # a nan that rounding up would turn into -0
             optimizer.step()
-        outcomes.append([p.detach(), *optimizer.state[p].values()])
+            outcomes[-1] += [tensor.detach().clone() for tensor in (p, *optimizer.state[p].values())]
     for eager, compiled in zip(*outcomes):
         torch.testing.assert_close(compiled, eager, equal_nan=True)
+
+
+@needs_compiler
+def test_momentum_without_beta_forgets_exactly():
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([p], betas=(0.0, 0.9), gamma=0.0, clip_c=None, fused=True)
+    for size in (1e8, 1e-8):
+        p.grad = torch.full((2, 2), size)
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
+
+
+@needs_compiler
+def test_exact_mode_only_reads_the_reference():
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([p], is_approx=False, fused=True)
+    for size in (1.0, 2.0):
+        p.grad = torch.full((2, 2), size)
+        optimizer.update_previous_grad()
+        optimizer.step()
+        if size == 1.0:
+            optimizer.update_last_grad()
+    assert torch.equal(optimizer.state[p]["last_grad"], torch.full((2, 2), 1.0))
 
 
 @needs_compiler
