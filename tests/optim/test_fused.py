@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import random
+import sys
 
 import pytest
 import torch
@@ -290,7 +291,10 @@ def test_state_of_another_shape_is_refused():
 
 @pytest.mark.parametrize(
     ("cxx", "message"),
-    [("no-such-compiler", "found no C\\+\\+ compiler.*no-such-compiler"), ("false", "could not be built, false says")],
+    [
+        ("no-such-compiler", "found no C\\+\\+ compiler.*no-such-compiler"),
+        (f"{sys.executable} -c 'exit(\"error: no OpenMP\\nmore\")'", "could not be built, .* says 'error: no OpenMP'"),
+    ],
 )
 def test_without_a_compiler_one_line_says_what_to_do(cxx, message, monkeypatch):
     monkeypatch.setenv("CXX", cxx)
