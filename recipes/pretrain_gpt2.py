@@ -26,6 +26,7 @@ from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
+from mars_hf.training.engines import engine_name
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -123,7 +124,7 @@ def main() -> None:
         args,
         f"{trainer.model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, "
         f"{len(blocks['train']) * data_args.block_size:,} training tokens, {tokens_per_step:,} tokens a step, "
-        f"{args.world_size} process(es)",
+        f"{args.world_size} process(es), {engine_name()}",
     )
 
     try:

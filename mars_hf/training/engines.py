@@ -66,6 +66,16 @@ def prepare_engine(args: TrainingArguments, model: nn.Module | None = None) -> N
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
+def engine_name() -> str:
+    """The engine at hand, as a user would call it."""
+    deepspeed, fsdp = _plugin("deepspeed_plugin"), _plugin("fsdp_plugin")
+    if deepspeed is not None:
+        return f"DeepSpeed ZeRO-{deepspeed.zero_stage}"
+    if fsdp is not None:
+        return f"FSDP{fsdp.fsdp_version}"
+    return "DDP" if AcceleratorState._shared_state and AcceleratorState().num_processes > 1 else "one process"
+
+
 def running_format() -> str:
     """How the engine at hand writes checkpoints, as `checkpoints.saved_format` names it."""
     deepspeed, fsdp = _plugin("deepspeed_plugin"), _plugin("fsdp_plugin")
@@ -78,9 +88,9 @@ def running_format() -> str:
 
 def replicas() -> dist.ProcessGroup | None:
     """The ranks, where each of them holds the whole model and its gradients: DDP and DeepSpeed ZeRO-0."""
-    if running_format() not in (WHOLE, ZERO_FORMATS[0]) or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not AcceleratorState._shared_state or AcceleratorState().num_processes == 1:
         return None
-    return dist.group.WORLD
+    return dist.group.WORLD if running_format() in (WHOLE, ZERO_FORMATS[0]) else None
 
 
 def _plugin(name: str) -> Any:
