@@ -3,8 +3,7 @@
 from functools import wraps
 from typing import Any
 
-from transformers import Trainer
-from transformers.integrations import deepspeed
+from transformers import Trainer, trainer
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
 
@@ -29,8 +28,8 @@ def register() -> None:
         # The hash of a member is that of its name, not of its value, so each needs its entry.
         _OPTIMIZER_HANDLERS[OptimizerNames(value)] = _mars_handler
         _OPTIMIZER_HANDLERS[value] = _mars_handler
-    if not hasattr(deepspeed.deepspeed_optim_sched, "__wrapped__"):
-        deepspeed.deepspeed_optim_sched = _checked(deepspeed.deepspeed_optim_sched)
+    if not hasattr(trainer.deepspeed_init, "__wrapped__"):
+        trainer.deepspeed_init = _checked(trainer.deepspeed_init)
 
 
 def _mars_handler(context: OptimizerContext) -> tuple[type[MARS], dict[str, Any]]:
@@ -40,17 +39,17 @@ def _mars_handler(context: OptimizerContext) -> tuple[type[MARS], dict[str, Any]
     return mars_optimizer(context.args, model, decay_names)
 
 
-def _checked(deepspeed_optim_sched: Any) -> Any:
-    """The Trainer's choice of an optimizer under DeepSpeed, behind the check of the engine.
+def _checked(deepspeed_init: Any) -> Any:
+    """The Trainer's preparation of DeepSpeed, behind the check of the engine.
 
     With an `optimizer` block in DeepSpeed's configuration no handler is ever asked, and MARS would be gone.
     """
 
-    @wraps(deepspeed_optim_sched)
-    def checked(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if optim_name(trainer.args) in OPTIM_NAMES:
+    @wraps(deepspeed_init)
+    def checked(trainer: Trainer, num_training_steps: int, inference: bool = False) -> Any:
+        if not inference and optim_name(trainer.args) in OPTIM_NAMES:
             prepare_engine(trainer.args, trainer.model)
-        return deepspeed_optim_sched(trainer, *args, **kwargs)
+        return deepspeed_init(trainer, num_training_steps, inference)
 
     return checked
 

@@ -80,7 +80,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def snapshot(trainer) -> dict[str, Any]:
-    """Whole parameters and this rank's part of every state tensor; FSDP2's whole, which any number of ranks may load."""
+    """Whole parameters, and this rank's part of every state tensor; FSDP2's are whole, to compare world sizes."""
     optimizer = trainer.optimizer.optimizer if trainer.deepspeed is None else trainer.deepspeed.basic_optimizer
     state = {}
     # ZeRO-3 shows no parameters between steps, so they are counted in the order of the state.

@@ -17,7 +17,7 @@ from mars_hf.training.checkpoints import check_complete, saved_format
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ON_CPU, RECIPE = "tests/distributed/on_cpu.py", "recipes/pretrain_gpt2.py"
-# A model whose loss falls by a tenth in four steps; the global batch is 8 under every file.
+# The loss falls from 5.7 to 4.9 in four steps; the global batch is 8 sequences under every file.
 SETTINGS = (
     "--use_cpu true --max_steps 4 --block_size 16 --n_layer 1 --n_head 2 --n_embd 32 --vocab_size 301 --cpu_threads 1 "
     "--learning_rate 2e-2 --warmup_steps 0 --gradient_accumulation_steps 2 --eval_strategy steps --eval_steps 2 "
@@ -36,11 +36,8 @@ ENGINES = {
 
 
 def arguments(output, corpus, processes):
-    batch = 4 // processes
-    return [*SETTINGS.split(), *f"--per_device_train_batch_size {batch} --dataset_path {corpus}".split()] + [
-        "--output_dir",
-        str(output),
-    ]
+    given = f"--per_device_train_batch_size {4 // processes} --dataset_path {corpus} --output_dir {output}"
+    return [*SETTINGS.split(), *given.split()]
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +73,13 @@ def test_the_recipe_runs_under_every_launch_file(trained, name):
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "single"])
 def test_training_is_that_of_one_process(trained, name):
-    """bfloat16 keeps 8 bits: a loss of 5 may be off by the rounding of a few activations, 1% of what training does."""
+    """The loss falls by 0.8. FSDP2 and ZeRO compute with bfloat16 weights (8 bits), the others round products only."""
     (one, _), (many, _) = trained("single"), trained(name)
     state, expected = (json.loads((o / "checkpoint-4" / "trainer_state.json").read_text()) for o in (many, one))
     losses, wanted = ([row["eval_loss"] for row in s["log_history"] if "eval_loss" in row] for s in (state, expected))
     assert len(losses) == len(wanted) == 2
-    assert wanted[0] - wanted[1] > 0.1
+    assert wanted[0] - wanted[1] > 0.3
+    # Measured: 0.004.
     assert losses == pytest.approx(wanted, abs=0.01)
 
 
