@@ -23,12 +23,12 @@ from engines import ENGINES, Engine, fsdp2, zero
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2LMHeadModel, TrainerCallback
-from worker import COMMON, GLOBAL_BATCH, SIZES, STEPS, check_engine, data, forget, whole_parameters
+from worker import COMMON, SIZES, check_engine, forget, whole_parameters
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.models import build_gpt2, gpt2_config
 
-HALF = STEPS // 2
+STEPS, HALF, GLOBAL_BATCH = 10, 5, 24
 
 
 def fsdp2_as(state_dict_type: str, processes: int = 2) -> Engine:
@@ -92,8 +92,21 @@ def snapshot(trainer) -> dict[str, Any]:
     return {"parameters": whole_parameters(trainer), "state": state, "groups": groups}
 
 
+def data() -> list[dict[str, Tensor]]:
+    """Four steps an epoch, so that the checkpoint is in the middle of one."""
+    shape = (4 * GLOBAL_BATCH, SIZES["n_positions"] - 1)
+    ids = torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
 def trainer_of(engine: Engine, folder: Path, arguments: dict[str, Any], model=None, **kwargs) -> MARSTrainer:
-    arguments = {**COMMON, **engine.arguments, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, **arguments}
+    ours = {
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.3,
+        "train_sampling_strategy": "random",
+    }
+    arguments = {**COMMON, **engine.arguments, **ours, **arguments}
     batch = GLOBAL_BATCH // engine.processes // 2
     args = MARSTrainingArguments(output_dir=str(folder), per_device_train_batch_size=batch, **arguments)
     return MARSTrainer(model=model or gpt2(), args=args, train_dataset=data(), **kwargs)
