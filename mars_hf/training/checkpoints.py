@@ -102,27 +102,26 @@ def check_complete(checkpoint: str) -> None:
         raise ValueError(f"resume_from_checkpoint={checkpoint!r} cannot be resumed: {', '.join(missing)} is missing")
 
 
-def check_format(checkpoint: str, running: str, processes: int) -> None:
+def check_format(checkpoint: str, running: str, processes: int, bf16: bool) -> None:
     """Refuses a checkpoint that the engine at hand cannot read.
 
     Args:
         checkpoint: a complete checkpoint.
         running: the format of the engine at hand, a key of `NEEDED`.
         processes: the number of processes at hand. ZeRO cannot redistribute its partitions, every other engine can.
+        bf16: whether it computes in bfloat16, which matters to ZeRO alone.
 
     Raises:
-        ValueError: it was saved by another engine, or by ZeRO on another number of processes.
+        ValueError: it was saved by another engine, or by ZeRO on another number of processes or in another precision.
     """
-    saved = saved_format(checkpoint)
-    if saved != running:
+    saved, here = saved_format(checkpoint), running
+    if saved == running and saved in ZERO_FORMATS[1:]:
+        in_bf16 = any(Path(checkpoint).glob("global_step*/bf16_zero_*"))
+        saved += f" on {_ranks(Path(checkpoint))} processes with{'' if in_bf16 else 'out'} bf16"
+        here += f" on {processes} processes with{'' if bf16 else 'out'} bf16"
+    if saved != here:
         raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r} was saved by {saved}, this is {running}: launch it as it was saved"
-        )
-    ranks = _ranks(Path(checkpoint))
-    if saved in ZERO_FORMATS[1:] and ranks != processes:
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r} was saved by {saved} on {ranks} processes, here run {processes}: "
-            f"launch {ranks}"
+            f"resume_from_checkpoint={checkpoint!r} was saved by {saved}, this is {here}: launch it as it was saved"
         )
 
 

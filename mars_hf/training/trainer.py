@@ -73,7 +73,7 @@ class MARSTrainerMixin:
                 resume_from_checkpoint = checkpoint_to_resume("true", trainer.args.output_dir)
             if resume_from_checkpoint:
                 check_complete(resume_from_checkpoint)
-                check_format(resume_from_checkpoint, running_format(), trainer.args.world_size)
+                check_format(resume_from_checkpoint, running_format(), trainer.args.world_size, trainer.args.bf16)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

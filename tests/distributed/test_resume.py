@@ -82,17 +82,20 @@ def test_checkpoints_are_recognised_and_complete(folder, name):
     checkpoint, (_, _, written) = folder / name / "checkpoint-5", CASES[name]
     assert saved_format(checkpoint) == written
     check_complete(str(checkpoint))
-    check_format(str(checkpoint), written, processes=2)
-    others = [other for other in NEEDED if other != written]
-    for other in others:
-        with pytest.raises(ValueError, match=f"was saved by {written}, this is {other}"):
-            check_format(str(checkpoint), other, processes=2)
+    bf16 = "bf16" in name
+    check_format(str(checkpoint), written, processes=2, bf16=bf16)
+    for other in NEEDED:
+        if other != written:
+            with pytest.raises(ValueError, match=f"was saved by {written}, this is {other}: launch it as"):
+                check_format(str(checkpoint), other, processes=2, bf16=bf16)
 
 
-def test_zero_does_not_redistribute_its_partitions(folder):
-    checkpoint = str(folder / "zero3" / "checkpoint-5")
-    with pytest.raises(ValueError, match=r"ZeRO-3 on 2 processes, here run 4: launch 2"):
-        check_format(checkpoint, "DeepSpeed ZeRO-3", processes=4)
+def test_zero_reads_neither_another_number_of_partitions_nor_another_precision(folder):
+    checkpoint, saved = str(folder / "zero3" / "checkpoint-5"), "ZeRO-3 on 2 processes without bf16"
+    with pytest.raises(ValueError, match=f"{saved}, this is DeepSpeed ZeRO-3 on 4 processes without bf16"):
+        check_format(checkpoint, "DeepSpeed ZeRO-3", processes=4, bf16=False)
+    with pytest.raises(ValueError, match=f"{saved}, this is DeepSpeed ZeRO-3 on 2 processes with bf16"):
+        check_format(checkpoint, "DeepSpeed ZeRO-3", processes=2, bf16=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,6 +153,12 @@ def test_training_arguments_reach_deepspeed(folder, name):
 def test_a_model_without_matrices_is_refused(folder, name):
     for rank in (0, 1):
         assert "nothing is left for mars_type" in record(folder, name, rank)["no_matrix"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_another_rule_is_refused(folder, name):
+    for rank in (0, 1):
+        assert "rule of the saved param groups is" in record(folder, name, rank)["another_rule"]
 
 
 def test_fsdp2_shards_of_two_processes_load_on_one(folder, tmp_path):
