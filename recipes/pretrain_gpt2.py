@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes, load_text_corpus, pack, train_tokenizer
@@ -25,6 +26,7 @@ from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
+from mars_hf.training.engines import engine_name
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -72,15 +74,9 @@ class EvaluationArguments:
 
 
 def main() -> None:
-    if not torch.accelerator.is_available():
-        # Without this several processes on CPUs would each train alone.
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     data_args, model_args, eval_args, args = parse_config(
         [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
     )
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if args.world_size != launched:
-        raise ValueError(f"{launched} processes were launched, each would train alone: on CPUs add --use_cpu true")
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -128,7 +124,7 @@ def main() -> None:
         args,
         f"{trainer.model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, "
         f"{len(blocks['train']) * data_args.block_size:,} training tokens, {tokens_per_step:,} tokens a step, "
-        f"{args.world_size} process(es)",
+        f"{args.world_size} process(es), {engine_name()}",
     )
 
     try:
@@ -146,11 +142,12 @@ def main() -> None:
         report = Path(args.output_dir) / "results.json"
         report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
+        model = reload(final).to(args.device)
         if eval_args.sample_tokens:
-            results["sample"] = sample(trainer.model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
+            results["sample"] = sample(model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
             say(args, f"\n{results['sample']}\n")
         if eval_args.lm_eval_tasks not in ([], ["none"]):
-            results["lm_eval"] = score(trainer.model, tokenizer, eval_args)
+            results["lm_eval"] = score(model, tokenizer, eval_args)
         report.write_text(json.dumps(results, indent=2))
         say(
             args,
@@ -180,6 +177,13 @@ def perplexity(trainer: MARSTrainer, predicted_bytes: int) -> dict[str, Any]:
         **load_metric("perplexity").compute(**nll, tokens=[tokens]),
         **load_metric("bits_per_byte").compute(**nll, bytes=[predicted_bytes]),
     }
+
+
+def reload(folder: Path) -> torch.nn.Module:
+    """The saved model, whole on this process: the trained one may be in shards on all of them."""
+    # Otherwise ZeRO-3 would have all processes load it together.
+    unset_hf_deepspeed_config()
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> str:

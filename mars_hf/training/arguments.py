@@ -1,5 +1,6 @@
 """The hyperparameters of MARS as typed arguments."""
 
+import os
 from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -182,7 +183,14 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        name = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
+        if not torch.accelerator.is_available():
+            # Without it several processes on CPUs would each train alone, and DeepSpeed would not be started.
+            self.use_cpu = True
+        if not (self.bf16 or self.fp16):
+            # A launch file's mixed_precision applies in any case; DeepSpeed is checked against the argument too.
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+            self.bf16, self.fp16 = launched == "bf16", launched == "fp16"
+        name = optim_name(self)
         if name not in OPTIM_NAMES:
             known = [*OPTIM_NAMES, *(member.value for member in OptimizerNames)]
             one_of("optim", name, known, listed=f"{', '.join(OPTIM_NAMES)}, or an optimizer of the Trainer")
@@ -193,6 +201,11 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
         self.optim = OptimizerNames.ADAMW_TORCH.value
         super().__post_init__()
         self.optim = name
+
+
+def optim_name(args: TrainingArguments) -> str:
+    """`--optim` as a string; stock arguments hold a member of an enum, which no dict of strings finds."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def mars_arguments(args: TrainingArguments) -> MARSArguments:

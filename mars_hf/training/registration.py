@@ -1,13 +1,15 @@
 """`--optim mars` for stock TrainingArguments and Trainer, and for their subclasses."""
 
+from functools import wraps
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, trainer
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
 
 from mars_hf.optim import MARS
-from mars_hf.training.arguments import OPTIM_NAMES
+from mars_hf.training.arguments import OPTIM_NAMES, optim_name
+from mars_hf.training.engines import prepare_engine
 from mars_hf.training.trainer import mars_optimizer
 
 
@@ -26,6 +28,8 @@ def register() -> None:
         # The hash of a member is that of its name, not of its value, so each needs its entry.
         _OPTIMIZER_HANDLERS[OptimizerNames(value)] = _mars_handler
         _OPTIMIZER_HANDLERS[value] = _mars_handler
+    if not hasattr(trainer.deepspeed_init, "__wrapped__"):
+        trainer.deepspeed_init = _checked(trainer.deepspeed_init)
 
 
 def _mars_handler(context: OptimizerContext) -> tuple[type[MARS], dict[str, Any]]:
@@ -33,6 +37,21 @@ def _mars_handler(context: OptimizerContext) -> tuple[type[MARS], dict[str, Any]
     # The method reads nothing from the Trainer, and a handler is given none.
     decay_names = None if model is None else Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
     return mars_optimizer(context.args, model, decay_names)
+
+
+def _checked(deepspeed_init: Any) -> Any:
+    """The Trainer's preparation of DeepSpeed, behind the check of the engine.
+
+    With an `optimizer` block in DeepSpeed's configuration no handler is ever asked, and MARS would be gone.
+    """
+
+    @wraps(deepspeed_init)
+    def checked(trainer: Trainer, num_training_steps: int, inference: bool = False) -> Any:
+        if not inference and optim_name(trainer.args) in OPTIM_NAMES:
+            prepare_engine(trainer.args, trainer.model)
+        return deepspeed_init(trainer, num_training_steps, inference)
+
+    return checked
 
 
 def _add_member(name: str, value: str) -> None:

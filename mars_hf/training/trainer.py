@@ -4,14 +4,14 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from mars_hf.optim import MARS, mars_param_groups
 from mars_hf.optim.validation import one_of
-from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments
+from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments, optim_name
+from mars_hf.training.checkpoints import FSDP_SHARDED, check_complete, check_format, checkpoint_to_resume
+from mars_hf.training.engines import prepare_engine, replicas, running_format
 
 
 def mars_optimizer(
@@ -25,14 +25,16 @@ def mars_optimizer(
         decay_names: the parameters that the Trainer decays; `mars_decay="authors"` decays by the authors' grouping.
 
     Raises:
-        ValueError: exact mode, an engine that shards parameters, or hyperparameters that contradict each other.
+        ValueError: exact mode, an engine that is not served, or hyperparameters that contradict each other.
     """
     hyper = mars_arguments(args)
     one_of("mars_decay", hyper.mars_decay, ("trainer", "authors"))
-    rule = hyper.rule(str(getattr(args.optim, "value", args.optim)))
+    rule = hyper.rule(optim_name(args))
     if not hyper.is_approx:
         raise ValueError("is_approx=False: the Trainer computes one gradient per step, use MARS in a loop of your own")
+    prepare_engine(args, model)
     arguments = hyper.constructor_arguments(rule, args.learning_rate, args.weight_decay, args.adam_epsilon)
+    arguments["process_group"] = replicas()
     if model is None:
         return MARS, arguments
     routing = ("lr", "mars_type", "betas", "weight_decay", "optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d")
@@ -44,16 +46,6 @@ def mars_optimizer(
     return MARS, {"params": groups, **arguments}
 
 
-def replicas(accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """The ranks, where each of them holds the whole model and its gradients: DDP and DeepSpeed stage 0."""
-    if accelerator.num_processes == 1 or not dist.is_initialized():
-        return None
-    kind = accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 0:
-        return dist.group.WORLD
-    return dist.group.WORLD if kind.startswith("MULTI_") else None
-
-
 class MARSTrainerMixin:
     """Gives any Trainer subclass the optimizers of `OPTIM_NAMES`: `class MyTrainer(MARSTrainerMixin, SFTTrainer)`.
 
@@ -63,6 +55,27 @@ class MARSTrainerMixin:
     `optimizer_cls_and_kwargs=` take precedence, as in the Trainer.
     """
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the newest complete one of `output_dir`.
+
+        Raises:
+            ValueError: an engine that MARS does not serve, or a checkpoint that lacks something or was saved by another
+                engine.
+        """
+        trainer: Any = self
+        if self._optimizer_is_mars():
+            # Before the engine is made: with an optimizer of its own DeepSpeed would never ask for ours.
+            prepare_engine(trainer.args, trainer.model)
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = checkpoint_to_resume("true", trainer.args.output_dir)
+            if resume_from_checkpoint:
+                check_complete(resume_from_checkpoint)
+                check_format(resume_from_checkpoint, running_format(), trainer.args.world_size, trainer.args.bf16)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Creates `self.optimizer`, once; see `Trainer.create_optimizer`.
 
@@ -70,11 +83,30 @@ class MARSTrainerMixin:
             ValueError: see `mars_optimizer`.
         """
         trainer: Any = self
-        if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None and trainer.args.optim in OPTIM_NAMES:
+        if trainer.optimizer is None and self._optimizer_is_mars():
             opt_model = trainer.model if model is None else model
             cls, arguments = mars_optimizer(trainer.args, opt_model, trainer.get_decay_parameter_names(opt_model))
-            trainer.optimizer = cls(**arguments, process_group=replicas(trainer.accelerator))
+            trainer.optimizer = cls(**arguments)
         return super().create_optimizer(model)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model for `from_pretrained`; see `Trainer.save_model`.
+
+        Under FSDP with SHARDED_STATE_DICT too, where the Trainer would write no weights. Checkpoints (`_internal_call`)
+        stay sharded there.
+        """
+        trainer: Any = self
+        if not _internal_call and trainer.is_fsdp_enabled and running_format() == FSDP_SHARDED:
+            trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _optimizer_is_mars(self) -> bool:
+        """Whether `optim` decides, and says MARS."""
+        trainer: Any = self
+        given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if trainer.optimizer_cls_and_kwargs is not None or not (given is None or isinstance(given, MARS)):
+            return False
+        return optim_name(trainer.args) in OPTIM_NAMES
 
 
 class MARSTrainer(MARSTrainerMixin, Trainer):

@@ -33,11 +33,6 @@ def test_every_recipe_config_parses(root, tmp_path):
             assert values[name] == settings[name], f"{path.name}: {name}"
 
 
-def test_every_accelerate_config_is_used_by_a_test(root):
-    """Files here are exercised as they are: ddp_cpu.yaml by tests/distributed/test_ddp.py."""
-    assert {path.name for path in (root / "accelerate_configs").iterdir()} == {"ddp_cpu.yaml"}
-
-
 @pytest.mark.parametrize("optimizers", [["mars-adamw", "mars-lion"], ["mars-m", "mars-shampoo", "moonlight", "adamw"]])
 def test_benchmark_runs(root, tmp_path, optimizers):
     output = tmp_path / "step.json"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from mars_hf.training.checkpoints import NEEDED, checkpoint_to_resume, last_checkpoint
+from mars_hf.training.checkpoints import NEEDED, WHOLE, checkpoint_to_resume, last_checkpoint
 
 
 def checkpoint(folder, step, without=()):
     path = folder / f"checkpoint-{step}"
     path.mkdir()
-    for name in NEEDED:
+    for name in NEEDED[WHOLE]:
         if name not in without:
             (path / name).write_text(f'{{"global_step": {step}}}' if name.endswith(".json") else "")
     return str(path)

@@ -224,18 +224,9 @@ def test_baselines_run_through_the_same_path(tmp_path, mars_type):
     assert mars_type in {g["rule"] for g in trainer.optimizer.param_groups}
 
 
-def test_exact_mode_and_sharding_engines_are_refused_before_the_first_step(tmp_path, monkeypatch):
+def test_exact_mode_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="is_approx=False"):
         train(arguments(tmp_path, is_approx=False))
-    for engine in ("FSDP", "DeepSpeed"):
-        trainer = MARSTrainer(model=gpt2(), args=arguments(tmp_path), train_dataset=rows())
-        with monkeypatch.context() as patch:
-            patch.setenv(f"ACCELERATE_USE_{engine.upper()}", "True")
-            with pytest.raises(ValueError, match=f"not available under {engine}"):
-                trainer.create_optimizer()
-        setattr(trainer.args, engine.lower(), "given")
-        with pytest.raises(ValueError, match=f"not available under {engine}"):
-            trainer.create_optimizer()
 
 
 def test_misspelt_grouping_is_refused(tmp_path):
