@@ -2,17 +2,20 @@
 
     torchrun --nproc_per_node 2 tests/distributed/worker.py cases.json results/
 
-cases.json holds a list of {"name", "engine", "arguments", "model"}: a key of ENGINES, fields of MARSTrainingArguments,
-and how `build_model` departs from the plain model. Rank 0 leaves NAME.safetensors, the whole parameters after the last
-step, and NAME.json, the Trainer's log and `facts`; a case that fails leaves NAME.rankR.error, its traceback.
+cases.json holds a list of {"name", "engine", "arguments", "model", "events"}: a key of ENGINES, fields of
+MARSTrainingArguments, arguments of `build_model` and fields of `Events`. Rank 0 leaves NAME.safetensors, the whole
+parameters after the last step, and NAME.json, the Trainer's log and what the clips did; a case that fails leaves
+NAME.rankR.error, its traceback.
 """
 
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,6 +45,7 @@ COMMON = {
     "weight_decay": 0.1,
     # A gradient that is nothing but rounding noise would otherwise become an update of the size of lr.
     "adam_epsilon": 1e-6,
+    "train_sampling_strategy": "sequential",
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
@@ -50,6 +54,36 @@ COMMON = {
     "dataloader_pin_memory": False,
     "remove_unused_columns": False,
 }
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happens at some steps, counted from 0.
+
+    Args:
+        infinite_loss: step at which the last rank's loss is infinite.
+        lost_batch: step whose global batch is taken out of the data.
+        bypassed: steps at which no parameter of the last block takes part.
+    """
+
+    infinite_loss: int | None = None
+    lost_batch: int | None = None
+    bypassed: tuple[int, ...] = ()
+
+
+class EventfulTrainer(MARSTrainer):
+    """A MARSTrainer to which the `Events` happen."""
+
+    events = Events()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        step, last_rank = self.state.global_step, self.args.process_index == self.args.world_size - 1
+        block = self.accelerator.unwrap_model(model).transformer.h[-1]
+        if step in self.events.bypassed:
+            block.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        block.__dict__.pop("forward", None)
+        return loss * math.inf if step == self.events.infinite_loss and last_rank else loss
 
 
 class ClipWitness(TrainerCallback):
@@ -88,8 +122,12 @@ def build_model(folder: Path, *, bias: bool = False, frozen: tuple[str, ...] = (
         model.get_parameter(name).requires_grad_(False)
     if zero_init:
         trains = {name: p.requires_grad for name, p in model.named_parameters()}
-        model.save_pretrained(folder)
+        # save_pretrained writes on the first rank alone.
+        save_file(dict(model.named_parameters()), folder / "model.safetensors", {"format": "pt"})
+        model.config.save_pretrained(folder)
         model = GPT2LMHeadModel.from_pretrained(folder)
+        # Without it the Trainer counts one label too many in each sequence, and the gradients come out smaller.
+        model.loss_type = "ForCausalLM"
         for name, p in model.named_parameters():
             if not hasattr(p, "ds_id"):
                 raise RuntimeError(f"{name} was not built under zero.Init")
@@ -97,9 +135,16 @@ def build_model(folder: Path, *, bias: bool = False, frozen: tuple[str, ...] = (
     return model
 
 
-def data() -> list[dict[str, Tensor]]:
-    ids = torch.randint(VOCABULARY, (STEPS * GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in ids]
+def data(lost_batch: int | None) -> list[dict[str, Tensor]]:
+    """One global batch after the other, from few tokens or many, so that the norms of their gradients differ."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        torch.randint(VOCABULARY // (1 + step % 3 * 4), (GLOBAL_BATCH, LENGTH), generator=generator)
+        for step in range(STEPS)
+    ]
+    if lost_batch is not None:
+        del batches[lost_batch]
+    return [{"input_ids": row, "labels": row} for row in torch.cat(batches)]
 
 
 def check(condition: bool, what: str) -> None:
@@ -160,7 +205,9 @@ def run(case: dict, output: Path) -> None:
         model = build_model(Path(folder), **case["model"])
         witness = ClipWitness()
         callbacks = [witness] if engine.processes == 1 else []
-        trainer = MARSTrainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
+        events = Events(**case["events"])
+        trainer = EventfulTrainer(model=model, args=args, train_dataset=data(events.lost_batch), callbacks=callbacks)
+        trainer.events = events
         if engine.bucket_view:
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
         trainer.train()
@@ -188,14 +235,17 @@ def main(cases: list[dict], output: Path) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     fsdp_on_cpu.enable()
+    # A rank that fails alone must not leave the others waiting for half an hour.
+    patience = timedelta(seconds=60)
     if any(ENGINES[case["engine"]].stage is not None for case in cases):
-        import deepspeed.ops
+        import deepspeed
 
         # Compiling it takes minutes on a new machine, and training does not use it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if world > 1:
-        # A rank that fails alone must not leave the others waiting for half an hour.
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        # On GPUs accelerate does this; on CPUs zero.Init would find a single process.
+        deepspeed.init_distributed("gloo", timeout=patience)
+    elif world > 1:
+        dist.init_process_group("gloo", timeout=patience)
     environment = dict(os.environ)
     for case in cases:
         try:

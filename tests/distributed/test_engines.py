@@ -1,0 +1,113 @@
+"""The same training under every engine, real processes over gloo, as on one process with the same global batch."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import BF16, CASES, FLOAT32, LOW_PRECISION, MAX_GRAD_NORM, RULES, trains
+from engines import ENGINES
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+WORKER = Path(__file__).with_name("worker.py")
+ZERO_BF16 = [name for name, engine in ENGINES.items() if engine.stage is not None and engine.processes == 2]
+
+
+class Run(NamedTuple):
+    """A case under an engine; every test lists in `runs` those that it needs."""
+
+    engine: str
+    case: str
+
+
+class Result(NamedTuple):
+    parameters: dict[str, Tensor]
+    log: list[dict[str, float]]  # one entry for each step
+    shortened: list[tuple[int, int]]  # at each step: tensors that the per-tensor clip left alone, that it shortened
+
+
+def launch(runs: list[Run], folder: Path) -> None:
+    """Trains `runs`, all of them on the same number of processes, in one launch."""
+    jobs = [CASES[run.case].job(f"{run.engine}.{run.case}", run.engine) for run in runs]
+    (folder / "cases.json").write_text(json.dumps(jobs))
+    processes = ENGINES[runs[0].engine].processes
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), WORKER, folder / "cases.json", folder]
+    root = str(WORKER.parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    (folder / "log.txt").write_text(done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def results(request, tmp_path_factory):
+    """Result of a run. The first one asked for launches all those of its kind that the selected tests need."""
+    wanted = {run: None for item in request.session.items if "runs" in item.fixturenames for run in item.callspec.params["runs"]}
+    folders: dict[tuple[int, bool], Path] = {}
+
+    def kind(run):
+        engine = ENGINES[run.engine]
+        return engine.processes, engine.stage is not None
+
+    def result(run):
+        if ENGINES[run.engine].stage is not None and find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed: pip install 'mars-hf[deepspeed]'")
+        if kind(run) not in folders:
+            folders[kind(run)] = tmp_path_factory.mktemp("runs")
+            launch([other for other in wanted if kind(other) == kind(run)], folders[kind(run)])
+        folder, name = folders[kind(run)], f"{run.engine}.{run.case}"
+        errors = [path.read_text() for path in sorted(folder.glob(f"{name}.rank*.error"))]
+        assert not errors, errors[0]
+        assert (folder / f"{name}.json").exists(), f"{name} was not trained:\n{(folder / 'log.txt').read_text()[-3000:]}"
+        facts = json.loads((folder / f"{name}.json").read_text())
+        steps = [entry for entry in facts["log"] if "loss" in entry]
+        return Result(load_file(folder / f"{name}.safetensors"), steps, facts["shortened"])
+
+    return result
+
+
+def compared(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the bias of the attention keys: softmax does not see it, its gradient is nothing but rounding."""
+    whole = dict(parameters)
+    for name in parameters:
+        if name.endswith("c_attn.bias"):
+            query, _, value = parameters[name].chunk(3)
+            whole[name] = torch.cat([query, value])
+    return whole
+
+
+def runs(*pairs):
+    return pytest.param(pairs, id="-".join(pairs[0]))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        runs(Run(engine, name), Run("one", CASES[name].reference or name))
+        for engine in ENGINES
+        for name in FLOAT32
+        if trains(engine, name)
+    ],
+)
+def test_every_engine_trains_as_one_process_does(results, runs):
+    engine, case = runs[0]
+    many, one = (results(run) for run in runs)
+    expected, actual = compared(one.parameters), compared(many.parameters)
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert_close(
+            actual[name], expected[name], rtol=0, atol=CASES[case].tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert [step["loss"] for step in many.log] == pytest.approx([step["loss"] for step in one.log], rel=1e-5)
+    assert [step["learning_rate"] for step in many.log] == [step["learning_rate"] for step in one.log]
+    if engine != "zero0":  # which does not report it
+        norms = [[step["grad_norm"] for step in result.log] for result in (many, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
