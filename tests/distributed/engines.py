@@ -34,8 +34,10 @@ def fsdp2(processes: int = 2) -> Engine:
     return Engine("FSDP", processes, {"fsdp": True, "fsdp_config": config})
 
 
-def zero(stage: int, processes: int = 2, *, offload: bool = False, **options: Any) -> Engine:
-    """DeepSpeed ZeRO; `options` go into its section `zero_optimization`."""
+def zero(
+    stage: int, processes: int = 2, *, offload: bool = False, accumulation: str | None = None, **options: Any
+) -> Engine:
+    """DeepSpeed ZeRO; `options` go into its section `zero_optimization`, `accumulation` is the dtype of that name."""
     section = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, **options}
     if stage == 3:
         del section["allgather_bucket_size"]
@@ -49,10 +51,13 @@ def zero(stage: int, processes: int = 2, *, offload: bool = False, **options: An
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
         "zero_optimization": section,
         # Otherwise offload accepts DeepSpeed's own Adam alone.
         "zero_force_ds_cpu_optimizer": False,
     }
+    if accumulation is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulation}
     return Engine("DEEPSPEED", processes, {"deepspeed": config}, stage=stage, offload=offload)
 
 
@@ -68,6 +73,8 @@ ENGINES = {
     "zero2-offload": zero(2, offload=True),
     "zero3-offload": zero(3, offload=True),
     "zero2-round-robin": zero(2, round_robin_gradients=True),
+    # bf16 with gradients accumulated in float32 has an optimizer wrapper of its own, BF16_Optimizer.
+    "zero1-bf16-optimizer": zero(1, accumulation="fp32"),
     "ddp-3": Engine("MULTI_CPU", processes=3),
     "fsdp2-3": fsdp2(processes=3),
     "zero2-3": zero(2, processes=3),

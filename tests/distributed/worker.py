@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -68,7 +69,7 @@ class Events:
 
     infinite_loss: int | None = None
     lost_batch: int | None = None
-    bypassed: tuple[int, ...] = ()
+    bypassed: Sequence[int] = ()
 
 
 class EventfulTrainer(MARSTrainer):
@@ -99,7 +100,7 @@ class ClipWitness(TrainerCallback):
             if not group.get("rule", "").startswith("mars-") or group["clip_c"] is None:
                 continue
             beta1 = group["betas"][0]
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 last = self._last.get(p, torch.zeros_like(p))
                 c = p.grad + group["gamma"] * beta1 / (1 - beta1) * (p.grad - last)
                 counts[bool(c.norm() > group["clip_c"])] += 1
@@ -107,11 +108,11 @@ class ClipWitness(TrainerCallback):
         self.shortened.append(counts)
 
 
-def build_model(folder: Path, *, bias: bool = False, frozen: tuple[str, ...] = (), zero_init: bool = False):
+def build_model(folder: Path | None = None, *, bias: bool = False, frozen: Sequence[str] = (), zero_init: bool = False):
     """The test model: with the same arguments the same weights on every rank and in every launch.
 
     Args:
-        folder: where a checkpoint may be written.
+        folder: where `zero_init` may write a checkpoint.
         bias: biases train.
         frozen: names of parameters that do not train.
         zero_init: loaded by `from_pretrained`, which builds it in shards where the training arguments ask for ZeRO-3.
