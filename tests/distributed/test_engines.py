@@ -1,5 +1,6 @@
 """The same training under every engine, real processes over gloo, as on one process with the same global batch."""
 
+import itertools
 import json
 import math
 import os
@@ -54,12 +55,8 @@ def launch(runs: list[Run], folder: Path) -> None:
 @pytest.fixture(scope="session")
 def results(request, tmp_path_factory):
     """Result of a run. The first one asked for launches all those of its kind that the selected tests need."""
-    wanted = {
-        run: None
-        for item in request.session.items
-        if "runs" in item.fixturenames
-        for run in item.callspec.params["runs"]
-    }
+    selected = (item.callspec.params["runs"] for item in request.session.items if "runs" in item.fixturenames)
+    wanted = dict.fromkeys(itertools.chain.from_iterable(selected))
     folders: dict[tuple[int, bool], Path] = {}
 
     def kind(run):

@@ -248,6 +248,8 @@ def main(cases: list[dict], output: Path) -> None:
     elif world > 1:
         dist.init_process_group("gloo", timeout=patience)
     environment = dict(os.environ)
+    # Each training collects garbage twice; going through everything that was imported takes longer than the training.
+    gc.freeze()
     for case in cases:
         try:
             run(case, output)
