@@ -1,0 +1,116 @@
+"""What is trained under every engine: the rules, and the circumstances in which they must still hold."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines import ENGINES
+
+# Both clips bite at some steps and tensors and not at others; `test_clips_bite` makes sure of it.
+MAX_GRAD_NORM, CLIP_C = 0.5, 0.05
+
+# Largest difference of an element of the parameters, whose updates add up to about 1e-2. Newton-Schulz multiplies the
+# smallest singular values, which are nothing but rounding, by up to 3.4445^5 = 485.
+ELEMENTWISE, NEWTON_SCHULZ = 1e-6, 2e-5
+
+_MARS = {"lr_1d": 1e-3, "mars_clip_c": CLIP_C, "mars_ns_dtype": "float32"}
+RULES = {
+    "mars-adamw": {"optim": "mars", **_MARS},
+    "mars-adamw-1d": {"optim": "mars", **_MARS, "optimize_1d": True},
+    "mars-lion": {"optim": "mars_lion", **_MARS},
+    "mars-shampoo": {"optim": "mars_shampoo", **_MARS},
+    "mars-m": {"optim": "mars_m", **_MARS},
+    "mars-m-efficient": {"optim": "mars_m", **_MARS, "mars_memory_efficient": True, "mars_clip_c": 0.0},
+    "adamw": {"optim": "mars", "mars_type": "adamw", **_MARS},
+    "moonlight": {"optim": "mars", "mars_type": "moonlight", **_MARS},
+    # Knows nothing of this package: where it fails, the harness does.
+    "adamw_torch": {"optim": "adamw_torch"},
+}
+ORTHOGONAL = ("mars-shampoo", "mars-m", "mars-m-efficient", "moonlight")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Args:
+        rule: a key of RULES.
+        arguments: more fields of MARSTrainingArguments.
+        model: arguments of `worker.build_model`.
+        events: fields of `worker.Events`.
+        reference: the case that one process trains for comparison; "" for this one.
+    """
+
+    rule: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    events: dict[str, Any] = field(default_factory=dict)
+    reference: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        return NEWTON_SCHULZ if self.rule in ORTHOGONAL else ELEMENTWISE
+
+    def job(self, name: str, engine: str) -> dict[str, Any]:
+        """What the worker reads."""
+        arguments = {"max_grad_norm": MAX_GRAD_NORM, **RULES[self.rule], **self.arguments}
+        return {"name": name, "engine": engine, "arguments": arguments, "model": self.model, "events": self.events}
+
+
+def _several(rules: tuple[str, ...], suffix: str, **fields: Any) -> dict[str, Case]:
+    return {f"{rule}-{suffix}": Case(rule, **fields) for rule in rules}
+
+
+CASES: dict[str, Case] = {
+    **{rule: Case(rule) for rule in RULES},
+    **{
+        f"{rule}-accumulated": Case(rule, {"gradient_accumulation_steps": 4}, reference=rule)
+        for rule in ("mars-adamw", "mars-m", "adamw_torch")
+    },
+    "mars-adamw-bias": Case("mars-adamw", {"mars_decay": "authors"}, {"bias": True}),
+    "mars-adamw-1d-bias": Case("mars-adamw-1d", model={"bias": True}),
+    "mars-shampoo-frozen": Case("mars-shampoo", model={"frozen": ["transformer.wpe.weight"]}),
+    "mars-m-frozen": Case("mars-m", model={"frozen": ["transformer.h.0.attn.c_attn.weight"]}),
+    **{
+        f"{rule}-zero-init": Case(rule, model={"zero_init": True}, reference=rule)
+        for rule in ("mars-adamw", "mars-shampoo", "mars-m", "adamw_torch")
+    },
+    **_several(("mars-adamw", "mars-m", "adamw_torch"), "bypassed", events={"bypassed": [0, 1, 5]}),
+}
+FLOAT32 = tuple(CASES)
+
+LOW_PRECISION = {
+    **_several(("mars-adamw", "mars-shampoo", "mars-m", "adamw_torch"), "bf16", arguments={"bf16": True}),
+    **_several(("mars-adamw", "mars-m", "adamw_torch"), "fp16", arguments={"fp16": True}),
+}
+
+# An overflow at step 4, and the training that never sees that batch: with a constant lr the two must agree.
+OVERFLOWS = ("mars-adamw-bf16", "mars-m-fp16", "adamw_torch-fp16")
+for _name in OVERFLOWS:
+    _case = LOW_PRECISION[_name]
+    _arguments = {**_case.arguments, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    CASES[f"{_name}-overflow"] = replace(_case, arguments=_arguments, events={"infinite_loss": 4})
+    CASES[f"{_name}-lost"] = replace(_case, arguments={**_arguments, "max_steps": 9}, events={"lost_batch": 4})
+CASES |= LOW_PRECISION
+
+
+def trains(engine: str, name: str) -> bool:
+    """Whether an engine can train a case, and no other engine trains the very same."""
+    case, (processes, stage) = CASES[name], (ENGINES[engine].processes, ENGINES[engine].stage)
+    if "zero_init" in case.model:
+        return stage == 3 and processes == 2
+    if "bypassed" in case.events and stage is not None:
+        return False  # ZeRO takes a missing gradient for zero, which decays the parameter and its momentum
+    if case.arguments.get("fp16"):
+        # accelerate scales no loss on CPUs, nor does DeepSpeed 0.19 at stage 0, which then divides by the scale.
+        return processes == 2 and bool(stage) and engine not in ("zero2-round-robin", "zero1-bf16-optimizer")
+    if case.arguments.get("bf16"):
+        if name == "adamw_torch-bf16" and stage == 0:
+            return False  # DeepSpeed steps once more, at the start, without a gradient
+        # safe_get_full_fp32_param reads other ranks' weights there
+        return processes == 2 and engine != "zero2-round-robin"
+    if engine == "zero1-bf16-optimizer":
+        return False
+    if processes == 3:
+        # A third of the batch is no multiple of 4 micro-batches.
+        return "gradient_accumulation_steps" not in case.arguments
+    return processes == 2
