@@ -24,6 +24,7 @@ from mars_hf.optim.validation import check_hyperparameters, one_of
 _ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
 # The one that says how fast, not what: a checkpoint must load with and without it, so only `defaults` hold it.
 _SPEED = ("fused",)
+_DTYPES = ("last_grad_dtype", "ns_dtype")
 
 
 class MARS(ExactReference, torch.optim.Optimizer):
@@ -219,6 +220,14 @@ class MARS(ExactReference, torch.optim.Optimizer):
             if running:
                 group.update({name: running[0][name] for name in EXACT_PHASE})
 
+    def state_dict(self) -> dict[str, Any]:
+        """State and hyperparameters; dtypes by name, because sharded checkpoints of torch hold no dtype."""
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            for name in _DTYPES:
+                group[name] = str(group[name]).removeprefix("torch.") if group[name] else None
+        return state_dict
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of the same rules; the hyperparameters become those that were saved.
 
@@ -237,6 +246,10 @@ class MARS(ExactReference, torch.optim.Optimizer):
                     "build the optimizer with the parameters and arguments of the run that saved it"
                 )
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name in _DTYPES:
+                if isinstance(group[name], str):
+                    group[name] = getattr(torch, group[name])
         self.__dict__.pop("_bounds", None)
         # torch casts every floating-point state to the dtype of its parameter, and leaves the step count where it is.
         for group in self.param_groups:
