@@ -45,7 +45,10 @@ class MARSArguments:
     )
     is_approx: bool = field(
         default=True,
-        metadata={"help": "The reference gradient is that of the step before. False (exact) needs a loop of your own."},
+        metadata={
+            "help": "The reference gradient is that of the step before. False (exact): that of the batch at the "
+            "previous parameters, a second gradient in each step; MARSTrainer on one process, DDP and FSDP2."
+        },
     )
     optimize_1d: bool = field(default=False, metadata={"help": "Vectors follow the MARS rule too, with learning_rate."})
     lr_1d: float | None = field(
