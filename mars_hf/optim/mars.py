@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from mars_hf.optim.apply import NormBounds, Update
 from mars_hf.optim.fused import check_fused
+from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.param_groups import split_by_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, squared_norms, state_names
@@ -58,7 +59,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
     under a GradScaler divide the gradients of the look-ahead by `scaler.get_scale()` yourself (`scaler.unscale_` may be
     called once per step). `step()` modifies the parameters and the state in place and leaves `p.grad` alone.
 
-    Parameters without a gradient are skipped; their own step count starts when they first have one.
+    Parameters without a gradient are skipped; their own step count starts when they first have one. A
+    `VarianceReduction()` in the attribute `metrics` measures what the variance reduction does.
 
     Args:
         params: parameters, named parameters or param groups. Plain parameters are split by ndim. A group with its own
@@ -163,6 +165,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
         }
         # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
         self._ranks = process_group
+        self.metrics: VarianceReduction | None = None
         super().__init__(params, defaults)
         rules = {group["rule"] for group in self.param_groups}
         wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
@@ -286,6 +289,9 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 check_fused(group)
         self._warn_of_overwritten_lr()
         updates = [update for item in work if (update := self._update(*item)) is not None]
+        metrics = self.__dict__.get("metrics")
+        if metrics is not None and metrics.measures:
+            metrics.measure(updates)
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
             update.finish(its_norms)

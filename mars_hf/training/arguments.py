@@ -90,6 +90,10 @@ class MARSArguments:
         default=False,
         metadata={"help": "One compiled pass per step on the CPU; needs a C++ compiler with OpenMP (g++)."},
     )
+    mars_metrics: bool = field(
+        default=False,
+        metadata={"help": "Log what the variance reduction does to gradients of matrices, every logging_steps."},
+    )
 
     def updated(self, optim_args: str | None) -> "MARSArguments":
         """A copy with the values of `--optim_args "key=value,key=value"`.
