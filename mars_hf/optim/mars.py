@@ -215,7 +215,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
         for split in finished:
             group = {**dict.fromkeys(EXACT_PHASE, False), **split}
             # Engines put other tensors into the group, and ZeRO's are found by what was there. Weak: FSDP2 frees them.
-            group["group_id"] = len(self.param_groups)
+            known_ids = (*originals, *(existing["group_id"] for existing in self.param_groups))
+            group["group_id"] = 1 + max(known_ids, default=-1)  # engines drop groups, copies forget the originals
             originals[group["group_id"]] = [weakref.ref(tensor_of(p)) for p in group["params"]]
             super().add_param_group(group)
             for name in (*_ROUTING, *_SPEED):  # torch filled them in from the defaults
@@ -248,8 +249,10 @@ class MARS(ExactReference, torch.optim.Optimizer):
                     f"state_dict: {name} of the saved param groups is {saved}, of this optimizer {here}: "
                     "build the optimizer with the parameters and arguments of the run that saved it"
                 )
+        ids = [group["group_id"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
+        for group, group_id in zip(self.param_groups, ids):
+            group["group_id"] = group_id  # of this process, and older checkpoints have none
             for name in _DTYPES:
                 if isinstance(group[name], str):
                     group[name] = getattr(torch, group[name])
@@ -295,8 +298,9 @@ class MARS(ExactReference, torch.optim.Optimizer):
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
             update.finish(its_norms)
-        for group in self._exact_groups():
-            group["last_grad_is_used"] = True
+        if updates or not work:
+            for group in self._exact_groups():
+                group["last_grad_is_used"] = True
         return loss
 
     def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
@@ -335,7 +339,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
             self._init_state(p, names, group["last_grad_dtype"])
         grads = sharding.parts([gradient_like(p) for p in params])
         if is_first and self._is_dry_run(group, params, grads, sharding):
-            return None
+            return None  # and the step does not count
         states = [self.state[p] for p in params]
         if "step" in names:
             torch._foreach_add_([state["step"] for state in states], 1)
@@ -350,12 +354,16 @@ class MARS(ExactReference, torch.optim.Optimizer):
         return [p for p in (ref() for ref in known) if p is not None]
 
     def _is_dry_run(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], sharding: Sharding) -> bool:
-        """Whether an engine only wants to see the state: its own tensors in place of ours, and gradients all zero.
+        """Whether the caller only wants to see the state: a first step with gradients all zero that cannot be real.
 
-        DeepSpeed's stage 0 in bfloat16 steps once like this before training, with the real lr.
+        torch.distributed.checkpoint steps once like this, with lr 0, and DeepSpeed's stage 0 in bfloat16 before
+        training, with the real lr and whole tensors of its own in place of ours. The flat tensors of ZeRO are stepped
+        in training alone, and one of them may well have no gradient but zeros at first, say the A matrices of LoRA.
         """
+        if params[0] in self.__dict__.get("_flat_layouts", ()):
+            return False
         built_with = {id(p) for p in self._built_with(group)}
-        if any(id(p) in built_with for p in params):
+        if group["lr"] != 0 and (not sharding.whole or any(id(p) in built_with for p in params)):
             return False
         (norms,) = whole_norms([sharding], [torch.stack(squared_norms(grads))])
         return norms is not None and not norms.any()

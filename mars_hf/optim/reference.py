@@ -26,11 +26,16 @@ class ExactReference(torch.optim.Optimizer):
         nothing in approx mode.
 
         Raises:
-            ValueError: called between `step()` and `update_last_grad()`.
+            ValueError: called between `step()` and `update_last_grad()`, or where no parameter has a gradient.
         """
         for group in self._exact_groups():
             if group["last_grad_is_used"]:
                 raise ValueError("update_previous_grad() came after step(): call update_last_grad() first")
+        if self._exact_groups() and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "update_previous_grad() found no gradient: call it between backward() and zero_grad(); "
+                "is_approx=False is not served under DeepSpeed, which keeps gradients to itself"
+            )
         for group in self._exact_groups():
             for p in group["params"]:
                 if p.grad is None:

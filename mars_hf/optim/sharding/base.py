@@ -86,9 +86,10 @@ def sum_over_ranks(shardings: Sequence[Sharding], values: Sequence[Tensor | None
         if value is not None and sharding.group is not None:
             by_group[sharding.group][i] = value.double()
     for group, parts in by_group.items():
-        total = torch.cat(list(parts.values()))
+        own = torch.cat(list(parts.values()))
+        total = own.to(communication_device(group, own.device))
         dist.all_reduce(total, group=group)
-        for i, value in zip(parts, total.split([len(part) for part in parts.values()])):
+        for i, value in zip(parts, total.to(own.device).split([len(part) for part in parts.values()])):
             results[i] = value
     return results
 
@@ -101,6 +102,19 @@ def whole_norms(shardings: Sequence[Sharding], squares: Sequence[Tensor | None])
         squares: for each layout the squared norms of this rank's parts, shape (tensors,), or None.
     """
     return [None if square is None else square.sqrt() for square in sum_over_ranks(shardings, squares)]
+
+
+def communication_device(group: dist.ProcessGroup | None, own: torch.device) -> torch.device:
+    """`own`, if the ranks can send tensors that are there, else the accelerator of this rank.
+
+    An engine that offloads the optimizer to CPUs keeps its process groups for accelerators alone (NCCL).
+
+    Args:
+        group: the ranks.
+        own: where the tensors are.
+    """
+    served = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return own if own.type in served else torch.device(served[0], torch.accelerator.current_device_index())
 
 
 def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]], list[int]]:
