@@ -101,8 +101,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
 
     Raises:
         ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
-            that was flattened or sharded after routing, no parameter at all for the rule of `mars_type`, or fused=True
-            where it cannot be served.
+            that was flattened or sharded after routing, no parameter at all for the rule of `mars_type`, a
+            `process_group` without this rank, or fused=True where it cannot be served.
 
     Source: MARS, arXiv 2411.10438 (algorithms 1 to 4); MARS-M, arXiv 2510.21800; where these and the authors' code
     disagree, the code.
@@ -136,6 +136,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
         one_of("mars_type", mars_type, RULES)
         if fused is not None and not isinstance(fused, bool):
             raise ValueError(f"fused={fused!r} must be True, False or None")
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError("process_group: this rank is not in it, pass a group of ranks with the same parameters")
         if mars_type not in MARS_RULES:
             given = {"optimize_1d": optimize_1d, "memory_efficient": memory_efficient, "is_approx": is_approx}
             for name, value in given.items():

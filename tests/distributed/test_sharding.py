@@ -186,6 +186,13 @@ def refuse_fsdp1(rank):
         MARS(module.parameters(), optimize_1d=True)  # which serves vectors, so that only the flag tells
 
 
+def refuse_a_group_of_others(rank):
+    others = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="process_group: this rank is not in it"):
+            MARS([nn.Parameter(torch.ones(3, 2))], process_group=others)
+
+
 def gradients_in_other_placements(rank):
     """DTensors without an engine: autograd leaves sums to be added up, or whole gradients of sharded parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -246,6 +253,7 @@ def step_a_flat_tensor_without_gradient(rank):
 
 def all_of_them(rank):
     refuse_fsdp1(rank)
+    refuse_a_group_of_others(rank)
     gradients_in_other_placements(rank)
     checkpoint_before_training(rank)
     step_a_flat_tensor_without_gradient(rank)
