@@ -1,7 +1,6 @@
 """The MARS optimizer."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.param_groups import split_by_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, squared_norms, state_names
-from mars_hf.optim.sharding import Sharding, layouts, whole_norms
+from mars_hf.optim.sharding import GroupTensors, Sharding, layouts, whole_norms
 from mars_hf.optim.tensors import check_parameter, gradient_like, name_of, same_layout, tensor_of
 from mars_hf.optim.validation import check_hyperparameters, one_of
 
@@ -166,7 +165,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
             "fused": fused,
         }
         # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
-        self._ranks = process_group
+        self._tensors = GroupTensors(process_group)
         self.metrics: VarianceReduction | None = None
         super().__init__(params, defaults)
         rules = {group["rule"] for group in self.param_groups}
@@ -213,13 +212,10 @@ class MARS(ExactReference, torch.optim.Optimizer):
             if self.defaults["fused"]:
                 check_fused(group)
         running = self._exact_groups()
-        originals = self.__dict__.setdefault("_originals", {})
         for split in finished:
             group = {**dict.fromkeys(EXACT_PHASE, False), **split}
-            # Engines put other tensors into the group, and ZeRO's are found by what was there. Weak: FSDP2 frees them.
-            known_ids = (*originals, *(existing["group_id"] for existing in self.param_groups))
-            group["group_id"] = 1 + max(known_ids, default=-1)  # engines drop groups, copies forget the originals
-            originals[group["group_id"]] = [weakref.ref(tensor_of(p)) for p in group["params"]]
+            ids_in_use = [existing["group_id"] for existing in self.param_groups]
+            group["group_id"] = self._memory().add(map(tensor_of, group["params"]), ids_in_use)
             super().add_param_group(group)
             for name in (*_ROUTING, *_SPEED):  # torch filled them in from the defaults
                 del group[name]
@@ -323,13 +319,10 @@ class MARS(ExactReference, torch.optim.Optimizer):
 
     def _layouts(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Sharding]]:
         """The parameters of a group that have a gradient, by layout, checked; modifies nothing."""
-        flat_layouts = self.__dict__.setdefault("_flat_layouts", {})
-        ranks = self.__dict__.get("_ranks")
-        built_with = self._built_with(group)
-        params = self._with_gradients(group)
-        for same, sharding in layouts(params, built_with, ranks, flat_layouts, partial(_name, group)):
+        memory = self._memory()
+        for same, sharding in memory.by_layout(group, self._with_gradients(group), partial(_name, group)):
             for p in same:
-                if p not in flat_layouts and "exp_avg" not in self.state.get(p, ()):
+                if not memory.is_flat(p) and "exp_avg" not in self.state.get(p, ()):
                     check_parameter(p, group, _index(group, p))
             yield same, sharding
 
@@ -350,10 +343,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
         return Update(sharding.parts(params), grads, state, group, sharding, bounds, bool(self.defaults["fused"]))
 
-    def _built_with(self, group: dict[str, Any]) -> list[Tensor]:
-        """The parameters that a group was built with, those of them that are still alive."""
-        known = self.__dict__.get("_originals", {}).get(group["group_id"], ())
-        return [p for p in (ref() for ref in known) if p is not None]
+    def _memory(self) -> GroupTensors:
+        return self.__dict__.setdefault("_tensors", GroupTensors())
 
     def _is_dry_run(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], sharding: Sharding) -> bool:
         """Whether the caller only wants to see the state: a first step with gradients all zero that cannot be real.
@@ -362,10 +353,10 @@ class MARS(ExactReference, torch.optim.Optimizer):
         training, with the real lr and whole tensors of its own in place of ours. The flat tensors of ZeRO are stepped
         in training alone, and one of them may well have no gradient but zeros at first, say the A matrices of LoRA.
         """
-        if params[0] in self.__dict__.get("_flat_layouts", ()):
+        memory = self._memory()
+        if memory.is_flat(params[0]):
             return False
-        built_with = {id(p) for p in self._built_with(group)}
-        if group["lr"] != 0 and (not sharding.whole or any(id(p) in built_with for p in params)):
+        if group["lr"] != 0 and (not sharding.whole or memory.holds_any(group, params)):
             return False
         (norms,) = whole_norms([sharding], [torch.stack(squared_norms(grads))])
         return norms is not None and not norms.any()
@@ -386,7 +377,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
     def _warn_of_overwritten_lr(self) -> None:
         lrs = {group["lr"] for group in self.param_groups}
         # DeepSpeed steps one group at a time, with only that one in param_groups.
-        shown = len(self.param_groups) == len(self.__dict__.get("_originals", ()))
+        shown = len(self.param_groups) == len(self._memory())
         if self.__dict__.get("_lrs_differed") and shown and len(lrs) == 1 and lrs != {0.0}:
             warnings.warn(
                 "every param group has the same lr, although they started with different ones (lr and lr_1d): a loop "
