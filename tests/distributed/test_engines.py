@@ -117,6 +117,8 @@ def test_every_engine_trains_as_one_process_does(results, runs):
     many, one = (results(run) for run in runs)
     expected, actual = compared(one.parameters), compared(many.parameters)
     assert expected.keys() == actual.keys()
+    # pytest -rP shows it.
+    print(f"largest difference: {max(float((actual[n] - expected[n]).abs().max()) for n in expected):.1e}")
     for name in expected:
         assert_close(
             actual[name], expected[name], rtol=0, atol=CASES[case].tolerance, msg=lambda m, name=name: f"{name}: {m}"
