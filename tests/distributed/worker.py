@@ -36,8 +36,8 @@ from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.models import build_gpt2, gpt2_config
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 24, 10, 101
-# Neither the vocabulary nor the width nor the positions divide by 2; a multiple of 3 is not one of 2.
-SIZES = {"n_layer": 2, "n_head": 3, "n_embd": 15, "vocab_size": VOCABULARY, "n_positions": LENGTH + 1}
+# Vocabulary, width and positions divide neither by 2 nor by 3.
+SIZES = {"n_layer": 2, "n_head": 5, "n_embd": 25, "vocab_size": VOCABULARY, "n_positions": LENGTH + 1}
 COMMON = {
     "max_steps": STEPS,
     "learning_rate": 3e-3,
