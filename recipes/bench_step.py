@@ -1,29 +1,67 @@
-"""Times one optimizer step against torch's fused AdamW, all optimizers in turn in one run.
+"""Times an optimizer step, clip included, against torch's clip and fused AdamW, all optimizers in turn in one run.
 
     python recipes/bench_step.py
-    python recipes/bench_step.py --rounds 31 --optimizers mars-adamw --grad_norm 1.0
+    python recipes/bench_step.py --optimizers mars-adamw mars-adamw-fused --rounds 31 --max_grad_norm 0
+    python recipes/bench_step.py --optimizers muon mars-m --rounds 5
+    python recipes/bench_step.py --optimizers mars-adamw-fused peers --authors ../MARS --output runs/bench.json
+    python recipes/bench_step.py --device cuda --model medium
 
 Machines drift, so only the ratios of one run mean something: in every round each optimizer does one step, a ratio is
 taken within the round, and the median over the rounds is printed. Gradients are random with the global norm of
 --grad_norm; on CPU, MARS is faster where its clip of c cannot bite, so 1.0, the usual global clip, is the slow end.
+`peers` are pytorch_optimizer, timm and heavyball, where installed, and the authors' code, where --authors says.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from mars_hf import MARS
 
-# Width and layers of the GPT-2 shapes with biases: 148 tensors, 124M parameters at 768 and 12.
-MODELS = {"small": (768, 12), "medium": (1024, 24), "tiny": (64, 2)}
+Params = list[nn.Parameter]
+
+# GPT-2 shapes by width and layers, with biases (148 tensors, 124M parameters at 768 and 12), and many small tensors.
+MODELS = {"small": (768, 12), "medium": (1024, 24), "tiny": (64, 2), "many": None}
 BASELINE = "adamw-fused"
-OPTIMIZERS: dict[str, Callable] = {
+
+
+def orthogonalised(params: Params, rule: str) -> list[dict[str, Any]]:
+    """Groups as `mars_param_groups` makes them: the two embeddings and the vectors go to AdamW."""
+    matrices, rest = matrices_and_rest(params)
+    groups = [{"params": matrices, "rule": rule}, {"params": rest, "rule": "adamw"}]
+    return [group for group in groups if group["params"]]
+
+
+def matrices_and_rest(params: Params) -> tuple[Params, Params]:
+    matrices = [p for p in params[2:] if p.ndim == 2]
+    return matrices, [*params[:2], *(p for p in params[2:] if p.ndim < 2)]
+
+
+class TorchMuon:
+    """torch's Muon for the matrices, its fused AdamW for the rest."""
+
+    def __init__(self, params: Params) -> None:
+        matrices, rest = matrices_and_rest(params)
+        self._both = (
+            torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, fused=True),
+        )
+
+    def step(self) -> None:
+        for optimizer in self._both:
+            optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Params], Any]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, fused=True),
     "adamw-foreach": lambda params: torch.optim.AdamW(params, foreach=True),
     "adamw": lambda params: MARS(params, mars_type="adamw"),
@@ -36,19 +74,41 @@ OPTIMIZERS: dict[str, Callable] = {
     "mars-shampoo": lambda params: MARS(params, mars_type="mars-shampoo"),
     "mars-m": lambda params: MARS(orthogonalised(params, "mars-m"), mars_type="mars-m"),
     "moonlight": lambda params: MARS(orthogonalised(params, "moonlight"), mars_type="moonlight"),
+    "muon": TorchMuon,
 }
-DEFAULT = ["adamw-fused", "adamw-foreach", "adamw", "mars-adamw", "mars-adamw-bf16", "mars-lion"]
+DEFAULT = ["adamw-fused", "adamw-foreach", "mars-adamw", "mars-adamw-fused", "mars-lion", "mars-lion-fused"]
+
+# Module and class of other packages' MARS-AdamW, and their arguments.
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "pytorch_optimizer": ("pytorch_optimizer", "MARS", {"lr": 3e-3, "mars_type": "adamw"}),
+    "timm": ("timm.optim", "Mars", {"lr": 3e-3, "caution": False}),
+    "heavyball": ("heavyball", "AdamW", {"lr": 3e-3, "mars": True}),
+}
 
 
-def orthogonalised(params: list[torch.nn.Parameter], rule: str) -> list[dict]:
-    """Groups as `mars_param_groups` makes them: the two embeddings and the vectors go to AdamW."""
-    matrices = [p for p in params[2:] if p.ndim == 2]
-    rest = [*params[:2], *(p for p in params[2:] if p.ndim < 2)]
-    return [{"params": matrices, "rule": rule}, {"params": rest, "rule": "adamw"}]
+def peers(authors: Path | None) -> dict[str, Callable[[Params], Any]]:
+    """Those that can be imported; says which cannot."""
+    wanted = dict(PEERS)
+    if authors is not None:
+        sys.path.insert(0, str(authors / "MARS" if (authors / "MARS").is_dir() else authors))
+        wanted["authors"] = ("optimizers.mars", "MARS", {"lr": 3e-3, "mars_type": "mars-adamw"})
+    found: dict[str, Callable[[Params], Any]] = {}
+    for name, (module, attribute, arguments) in wanted.items():
+        try:
+            cls = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            print(f"{name} is left out: {error}")
+            continue
+        found[name] = lambda params, cls=cls, arguments=arguments: cls(params, **arguments)
+    return found
 
 
-def gpt2_shapes(width: int, layers: int) -> list[tuple[int, ...]]:
-    """Shapes of GPT-2's parameters, embeddings first, head tied."""
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """Shapes of the parameters, embeddings first, head tied."""
+    sizes = MODELS[model]
+    if sizes is None:
+        return [(25, 40)] * 1000
+    width, layers = sizes
     block = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     return [(50257, width), (1024, width), *block * layers, (width,), (width,)]
@@ -56,50 +116,93 @@ def gpt2_shapes(width: int, layers: int) -> list[tuple[int, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", nargs="+", default=DEFAULT, choices=list(OPTIMIZERS))
-    parser.add_argument("--model", default="small", choices=list(MODELS), help="GPT-2 shapes")
+    parser.add_argument("--optimizers", nargs="+", default=DEFAULT, choices=[*OPTIMIZERS, "peers"])
+    parser.add_argument(
+        "--model", default="small", choices=list(MODELS), help="GPT-2 shapes, or 1,000 tensors of 1,000"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3, help="rounds before those that count")
     parser.add_argument("--grad_norm", type=float, default=0.5, help="global norm of the gradients")
-    parser.add_argument("--output", type=Path, help="JSON file for the times of all rounds")
+    parser.add_argument(
+        "--max_grad_norm", type=float, default=1.0, help="torch's clip before each step; 0: the step alone"
+    )
+    parser.add_argument("--authors", type=Path, help="a checkout of the authors' code, for peers")
+    parser.add_argument("--output", type=Path, help="JSON file for the times of all rounds; a plot goes beside it")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
 
+    builders = {name: OPTIMIZERS[name] for name in [BASELINE, *args.optimizers] if name != "peers"}
+    if "peers" in args.optimizers:
+        builders |= peers(args.authors)
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(0.02 * torch.randn(s, device=args.device)) for s in gpt2_shapes(*MODELS[args.model])]
+    params = [nn.Parameter(0.02 * torch.randn(shape, device=args.device)) for shape in shapes_of(args.model)]
     for p in params:
         p.grad = torch.randn_like(p)
-    torch.nn.utils.clip_grad_norm_(params, args.grad_norm)
-    names = list(dict.fromkeys([BASELINE, *args.optimizers]))
-    optimizers = {name: OPTIMIZERS[name](params) for name in names}
+    nn.utils.clip_grad_norm_(params, args.grad_norm)
+    grads = [p.grad for p in params]
+    optimizers = {name: build(params) for name, build in builders.items()}
     numel = sum(p.numel() for p in params)
-    print(f"{len(params)} tensors, {numel:,} parameters, float32, {args.device}, torch {torch.__version__}")
+    clip = f"clip_grad_norm_({args.max_grad_norm}) + step" if args.max_grad_norm else "step alone"
+    print(f"{len(params)} tensors, {numel:,} parameters, float32, {args.device}, torch {torch.__version__}, {clip}")
 
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(args.warmup + args.rounds):
         for name, optimizer in optimizers.items():
-            times[name].append(timed(optimizer.step, args.device))
+            for p, g in zip(params, grads):
+                p.grad = g  # there are optimizers that take it away
+            times[name].append(timed(optimizer, params, args.max_grad_norm, args.device))
     times = {name: values[args.warmup :] for name, values in times.items()}
-    print(f"{'optimizer':21} {'median ms':>10} {'ratio':>7} {'(quartiles)':>14}")
-    for name, values in times.items():
-        ratios = [value / base for value, base in zip(values, times[BASELINE])]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name:21} {1000 * statistics.median(values):10.1f} {middle:7.2f} {f'({low:.2f}-{high:.2f})':>14}")
+    report(times)
     if args.output:
-        args.output.write_text(json.dumps({"parameters": numel, "device": args.device, "seconds": times}, indent=2))
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        args.output.write_text(json.dumps({"parameters": numel, "settings": settings, "seconds": times}, indent=2))
+        plot(times, args.output.with_suffix(".png"), f"{args.model}, {numel:,} parameters, {args.device}: {clip}")
 
 
-def timed(step: Callable, device: str) -> float:
-    """Seconds of a call, the work on the device included."""
+def timed(optimizer: Any, params: Params, max_grad_norm: float, device: str) -> float:
+    """Seconds of a clip and a step, the work on the device included."""
     synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
     synchronize()
     start = time.perf_counter()
-    step()
+    if max_grad_norm:
+        nn.utils.clip_grad_norm_(params, max_grad_norm)
+    optimizer.step()
     synchronize()
     return time.perf_counter() - start
+
+
+def ratios(times: dict[str, list[float]], name: str) -> list[float]:
+    return [value / base for value, base in zip(times[name], times[BASELINE])]
+
+
+def report(times: dict[str, list[float]]) -> None:
+    print(f"{'optimizer':22} {'median ms':>10} {'ratio':>7} {'(quartiles)':>14}")
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(ratios(times, name), n=4)
+        print(f"{name:22} {1000 * statistics.median(values):10.1f} {middle:7.2f} {f'({low:.2f}-{high:.2f})':>14}")
+
+
+def plot(times: dict[str, list[float]], path: Path, title: str) -> None:
+    """A bar for each optimizer: the median ratio, with the quartiles."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    quartiles = {name: statistics.quantiles(ratios(times, name), n=4) for name in times}
+    middles = [middle for _, middle, _ in quartiles.values()]
+    errors = [[q[1] - q[0] for q in quartiles.values()], [q[2] - q[1] for q in quartiles.values()]]
+    figure, axes = pyplot.subplots(figsize=(7, 1 + 0.35 * len(times)), layout="constrained")
+    axes.barh(list(times), middles, xerr=errors, color="0.6", edgecolor="black")
+    axes.axvline(1, color="black", linestyle="--")
+    axes.invert_yaxis()
+    axes.set(xlabel=f"time by that of {BASELINE}", title=title)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

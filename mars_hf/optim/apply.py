@@ -132,19 +132,19 @@ class Update:
         bounds: NormBounds,
         fuse: bool = False,
     ) -> None:
-        self._all = Part(params, grads, state)
-        self._hyper, self.sharding, self._bounds = hyper, sharding, bounds
+        self.all = Part(params, grads, state)
+        self.hyper, self.sharding, self._bounds = hyper, sharding, bounds
         self._fuse = fuse and hyper["rule"] in MARS_RULES
         clips = "last_grad" in state and hyper["clip_c"] is not None
         # A bound on the norms would need a collective as the norms do, so tensors that are sharded are always measured.
         self._bounded = clips and sharding.whole
         self._watched = bounds.watched(grads, state["last_grad"], hyper) if self._bounded else {}
         may_clip = [clips and state["last_grad"][i] not in self._watched for i in range(len(params))]
-        self._clipped, self._others = (self._all.where(may_clip, value) for value in (True, False))
+        self._clipped, self._others = (self.all.where(may_clip, value) for value in (True, False))
 
     def squares(self) -> Tensor | None:
         """||c||^2 of this rank's part of each tensor that may be clipped; None: there is none. h may become c."""
-        part, hyper = self._clipped, self._hyper
+        part, hyper = self._clipped, self.hyper
         if not part.params:
             return None
         if self._fuse:
@@ -166,17 +166,17 @@ class Update:
         if self._others.params:
             self._elementwise_(self._others, None)
         if norms is not None:
-            self._elementwise_(self._clipped, clip_factors(norms, self._hyper["clip_c"]))
+            self._elementwise_(self._clipped, clip_factors(norms, self.hyper["clip_c"]))
             if self._bounded:
                 grads, last_grads = self._clipped.grads, self._clipped.state["last_grad"]
-                self._watched |= self._bounds.to_watch(grads, last_grads, norms, self._hyper)
+                self._watched |= self._bounds.to_watch(grads, last_grads, norms, self.hyper)
         self._bounds.remember(self._watched)
-        if self._hyper["rule"] in MATRIX_RULES:
+        if self.hyper["rule"] in MATRIX_RULES:
             self._orthogonalise_()
 
     def _elementwise_(self, part: "Part", factors: Factors | None) -> None:
         """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
-        hyper = self._hyper
+        hyper = self.hyper
         if self._fuse:
             fused_update_(*part, hyper, [1.0] * len(part.params) if factors is None else factors)
             return
@@ -196,7 +196,7 @@ class Update:
 
     def _orthogonalise_(self) -> None:
         """What a matrix rule does with the momentum."""
-        (params, grads, state), hyper, sharding = self._all, self._hyper, self.sharding
+        (params, grads, state), hyper, sharding = self.all, self.hyper, self.sharding
         factors = [matrix_factor(shape, hyper) for shape in sharding.shapes(params)]
         for where in sharding.rounds(params):
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}

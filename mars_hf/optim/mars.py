@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from mars_hf.optim.apply import NormBounds, Update
 from mars_hf.optim.fused import check_fused
+from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.param_groups import split_by_rule
 from mars_hf.optim.reference import EXACT_PHASE, ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES, squared_norms, state_names
@@ -24,6 +25,7 @@ from mars_hf.optim.validation import check_hyperparameters, one_of
 _ROUTING = ("mars_type", "lr_1d", "betas_1d", "weight_decay_1d")
 # The one that says how fast, not what: a checkpoint must load with and without it, so only `defaults` hold it.
 _SPEED = ("fused",)
+_DTYPES = ("last_grad_dtype", "ns_dtype")
 
 
 class MARS(ExactReference, torch.optim.Optimizer):
@@ -57,7 +59,8 @@ class MARS(ExactReference, torch.optim.Optimizer):
     under a GradScaler divide the gradients of the look-ahead by `scaler.get_scale()` yourself (`scaler.unscale_` may be
     called once per step). `step()` modifies the parameters and the state in place and leaves `p.grad` alone.
 
-    Parameters without a gradient are skipped; their own step count starts when they first have one.
+    Parameters without a gradient are skipped; their own step count starts when they first have one. A
+    `VarianceReduction()` in the attribute `metrics` measures what the variance reduction does.
 
     Args:
         params: parameters, named parameters or param groups. Plain parameters are split by ndim. A group with its own
@@ -162,6 +165,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
         }
         # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
         self._ranks = process_group
+        self.metrics: VarianceReduction | None = None
         super().__init__(params, defaults)
         rules = {group["rule"] for group in self.param_groups}
         wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
@@ -211,13 +215,22 @@ class MARS(ExactReference, torch.optim.Optimizer):
         for split in finished:
             group = {**dict.fromkeys(EXACT_PHASE, False), **split}
             # Engines put other tensors into the group, and ZeRO's are found by what was there. Weak: FSDP2 frees them.
-            group["group_id"] = len(self.param_groups)
+            known_ids = (*originals, *(existing["group_id"] for existing in self.param_groups))
+            group["group_id"] = 1 + max(known_ids, default=-1)  # engines drop groups, copies forget the originals
             originals[group["group_id"]] = [weakref.ref(tensor_of(p)) for p in group["params"]]
             super().add_param_group(group)
             for name in (*_ROUTING, *_SPEED):  # torch filled them in from the defaults
                 del group[name]
             if running:
                 group.update({name: running[0][name] for name in EXACT_PHASE})
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and hyperparameters; dtypes by name, because sharded checkpoints of torch hold no dtype."""
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            for name in _DTYPES:
+                group[name] = str(group[name]).removeprefix("torch.") if group[name] else None
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of the same rules; the hyperparameters become those that were saved.
@@ -236,7 +249,13 @@ class MARS(ExactReference, torch.optim.Optimizer):
                     f"state_dict: {name} of the saved param groups is {saved}, of this optimizer {here}: "
                     "build the optimizer with the parameters and arguments of the run that saved it"
                 )
+        ids = [group["group_id"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, group_id in zip(self.param_groups, ids):
+            group["group_id"] = group_id  # of this process, and older checkpoints have none
+            for name in _DTYPES:
+                if isinstance(group[name], str):
+                    group[name] = getattr(torch, group[name])
         self.__dict__.pop("_bounds", None)
         # torch casts every floating-point state to the dtype of its parameter, and leaves the step count where it is.
         for group in self.param_groups:
@@ -273,11 +292,15 @@ class MARS(ExactReference, torch.optim.Optimizer):
                 check_fused(group)
         self._warn_of_overwritten_lr()
         updates = [update for item in work if (update := self._update(*item)) is not None]
+        metrics = self.__dict__.get("metrics")
+        if metrics is not None and metrics.measures:
+            metrics.measure(updates)
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
             update.finish(its_norms)
-        for group in self._exact_groups():
-            group["last_grad_is_used"] = True
+        if updates or not work:
+            for group in self._exact_groups():
+                group["last_grad_is_used"] = True
         return loss
 
     def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
@@ -316,7 +339,7 @@ class MARS(ExactReference, torch.optim.Optimizer):
             self._init_state(p, names, group["last_grad_dtype"])
         grads = sharding.parts([gradient_like(p) for p in params])
         if is_first and self._is_dry_run(group, params, grads, sharding):
-            return None
+            return None  # and the step does not count
         states = [self.state[p] for p in params]
         if "step" in names:
             torch._foreach_add_([state["step"] for state in states], 1)
@@ -331,12 +354,16 @@ class MARS(ExactReference, torch.optim.Optimizer):
         return [p for p in (ref() for ref in known) if p is not None]
 
     def _is_dry_run(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], sharding: Sharding) -> bool:
-        """Whether an engine only wants to see the state: its own tensors in place of ours, and gradients all zero.
+        """Whether the caller only wants to see the state: a first step with gradients all zero that cannot be real.
 
-        DeepSpeed's stage 0 in bfloat16 steps once like this before training, with the real lr.
+        torch.distributed.checkpoint steps once like this, with lr 0, and DeepSpeed's stage 0 in bfloat16 before
+        training, with the real lr and whole tensors of its own in place of ours. The flat tensors of ZeRO are stepped
+        in training alone, and one of them may well have no gradient but zeros at first, say the A matrices of LoRA.
         """
+        if params[0] in self.__dict__.get("_flat_layouts", ()):
+            return False
         built_with = {id(p) for p in self._built_with(group)}
-        if any(id(p) in built_with for p in params):
+        if group["lr"] != 0 and (not sharding.whole or any(id(p) in built_with for p in params)):
             return False
         (norms,) = whole_norms([sharding], [torch.stack(squared_norms(grads))])
         return norms is not None and not norms.any()

@@ -1,4 +1,4 @@
-"""The reference gradient of exact mode, which the caller computes one batch ahead."""
+"""The reference gradient of exact mode, which the caller computes: a batch ahead, or at the previous parameters."""
 
 from typing import Any
 
@@ -11,7 +11,12 @@ EXACT_PHASE = ("last_grad_is_used", "previous_grad_is_set")
 
 
 class ExactReference(torch.optim.Optimizer):
-    """The calls around `step()` in exact mode: update_previous_grad, step, update_last_grad."""
+    """The calls around `step()` in exact mode, in one of two ways.
+
+    A batch ahead, as the authors' loop does: update_previous_grad, step, update_last_grad. Or at the previous
+    parameters: swap_params, the gradient of the batch, set_last_grad, swap_params; the gradient again, keep_params,
+    step. The second way costs as much and needs no batch ahead of time.
+    """
 
     @torch.no_grad()
     def update_previous_grad(self) -> None:
@@ -21,11 +26,16 @@ class ExactReference(torch.optim.Optimizer):
         nothing in approx mode.
 
         Raises:
-            ValueError: called between `step()` and `update_last_grad()`.
+            ValueError: called between `step()` and `update_last_grad()`, or where no parameter has a gradient.
         """
         for group in self._exact_groups():
             if group["last_grad_is_used"]:
                 raise ValueError("update_previous_grad() came after step(): call update_last_grad() first")
+        if self._exact_groups() and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "update_previous_grad() found no gradient: call it between backward() and zero_grad(); "
+                "is_approx=False is not served under DeepSpeed, which keeps gradients to itself"
+            )
         for group in self._exact_groups():
             for p in group["params"]:
                 if p.grad is None:
@@ -65,6 +75,58 @@ class ExactReference(torch.optim.Optimizer):
                 elif "last_grad" in state:
                     state["last_grad"].zero_()  # the look-ahead did not reach this parameter: no reference
             group["last_grad_is_used"] = group["previous_grad_is_set"] = False
+
+    @torch.no_grad()
+    def keep_params(self) -> None:
+        """Keeps a copy of every parameter that has a gradient, as the previous parameters of the step after the next.
+
+        The copies are part of the state (`previous_param`), in every param group: the gradient at the previous
+        parameters needs all of them.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("previous_param", torch.empty_like(p)).copy_(p)
+
+    @torch.no_grad()
+    def swap_params(self) -> bool:
+        """Exchanges the parameters and their kept copies; call it again to change back.
+
+        Returns:
+            Whether there are copies: there are none before the first step.
+        """
+        kept = [(p, self.state[p]["previous_param"]) for p in self._all_params() if "previous_param" in self.state[p]]
+        for p, previous in kept:
+            current = p.clone()
+            p.copy_(previous)
+            previous.copy_(current)
+        return bool(kept)
+
+    @torch.no_grad()
+    def set_last_grad(self) -> None:
+        """Exact mode: makes a copy of `p.grad`, taken at the previous parameters, the h of the coming step.
+
+        Elements that are not finite (an overflow under a GradScaler) become 0, which means no reference. Does nothing
+        in approx mode.
+        """
+        for group in self._exact_groups():
+            for p in group["params"]:
+                state = self.state[p]
+                if p.grad is None:
+                    if "last_grad" in state:
+                        state["last_grad"].zero_()
+                    continue
+                if "last_grad" not in state:
+                    state["last_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
+                state["last_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
+            group["last_grad_is_used"] = False
+
+    def needs_reference(self) -> bool:
+        """Whether any param group is in exact mode and keeps a reference gradient."""
+        return bool(self._exact_groups())
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p in self.state]
 
     def _exact_groups(self) -> list[dict[str, Any]]:
         return [g for g in self.param_groups if not g["is_approx"] and "last_grad" in state_names(g)]

@@ -15,6 +15,11 @@ def check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
         raise ValueError(f"{name_of(p, group, i)} is complex: pass torch.view_as_real of it instead")
     if not is_dense(p):
         raise ValueError(f"{name_of(p, group, i)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor")
+    if getattr(p, "_fsdp_flattened", False) and group["rule"] != "adamw":
+        raise ValueError(
+            f"{name_of(p, group, i)} was flattened by FSDP1, where the rule {group['rule']!r} finds no whole tensor: "
+            "train with DDP, FSDP2 or DeepSpeed ZeRO"
+        )
     vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
     if len(whole_shape(p)) < 2 and not vectors_allowed:
         raise ValueError(
@@ -29,9 +34,12 @@ def tensor_of(p: Any) -> Tensor:
 
 
 def gradient_like(p: Tensor) -> Tensor:
-    """p.grad in the memory layout of p: torch's fused kernels walk both by address."""
-    g = p.grad
-    assert g is not None  # `_with_gradients` keeps no other parameter
+    """p.grad in the memory layout of p, on each rank: torch's fused kernels walk both by address."""
+    g: Any = p.grad
+    placements = getattr(p, "placements", None)
+    if placements != getattr(g, "placements", None):
+        # Of a DTensor that no engine manages; parts of a sum over the ranks, say.
+        g = g.redistribute(placements=placements)
     return g if same_layout(g, p) else torch.empty_like(p).copy_(g)
 
 

@@ -45,7 +45,10 @@ class MARSArguments:
     )
     is_approx: bool = field(
         default=True,
-        metadata={"help": "The reference gradient is that of the step before. False (exact) needs a loop of your own."},
+        metadata={
+            "help": "The reference gradient is that of the step before. False (exact): that of the batch at the "
+            "previous parameters, a second gradient in each step; MARSTrainer on one process, DDP and FSDP2."
+        },
     )
     optimize_1d: bool = field(default=False, metadata={"help": "Vectors follow the MARS rule too, with learning_rate."})
     lr_1d: float | None = field(
@@ -86,6 +89,10 @@ class MARSArguments:
     mars_fused: bool = field(
         default=False,
         metadata={"help": "One compiled pass per step on the CPU; needs a C++ compiler with OpenMP (g++)."},
+    )
+    mars_metrics: bool = field(
+        default=False,
+        metadata={"help": "Log what the variance reduction does to gradients of matrices, every logging_steps."},
     )
 
     def updated(self, optim_args: str | None) -> "MARSArguments":

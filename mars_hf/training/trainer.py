@@ -10,12 +10,24 @@ from transformers import Trainer, TrainingArguments
 from mars_hf.optim import MARS, mars_param_groups
 from mars_hf.optim.validation import one_of
 from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments, optim_name
-from mars_hf.training.checkpoints import FSDP_SHARDED, check_complete, check_format, checkpoint_to_resume
+from mars_hf.training.callbacks import VarianceMetrics
+from mars_hf.training.checkpoints import (
+    FSDP_SHARDED,
+    ZERO_FORMATS,
+    check_complete,
+    check_format,
+    checkpoint_to_resume,
+)
 from mars_hf.training.engines import prepare_engine, replicas, running_format
+from mars_hf.training.exact import ReferenceGradient
 
 
 def mars_optimizer(
-    args: TrainingArguments, model: nn.Module | None, decay_names: Collection[str] | None
+    args: TrainingArguments,
+    model: nn.Module | None,
+    decay_names: Collection[str] | None,
+    *,
+    own_trainer: bool = False,
 ) -> tuple[type[MARS], dict[str, Any]]:
     """The optimizer class and its keyword arguments, `params` included where there is a model.
 
@@ -23,16 +35,22 @@ def mars_optimizer(
         args: training arguments whose `optim` is one of `OPTIM_NAMES`.
         model: the model to train; only read.
         decay_names: the parameters that the Trainer decays; `mars_decay="authors"` decays by the authors' grouping.
+        own_trainer: whether the Trainer at hand computes the second gradient of exact mode and logs `mars_metrics`.
 
     Raises:
-        ValueError: exact mode, an engine that is not served, or hyperparameters that contradict each other.
+        ValueError: exact mode or `mars_metrics` without `own_trainer`, an engine that is not served, or
+            hyperparameters that contradict each other.
     """
     hyper = mars_arguments(args)
     one_of("mars_decay", hyper.mars_decay, ("trainer", "authors"))
     rule = hyper.rule(optim_name(args))
-    if not hyper.is_approx:
-        raise ValueError("is_approx=False: the Trainer computes one gradient per step, use MARS in a loop of your own")
+    if hyper.mars_metrics and not own_trainer:
+        raise ValueError("mars_metrics=True: this Trainer logs its own values alone, use mars_hf.MARSTrainer")
+    if not hyper.is_approx and not own_trainer:
+        raise ValueError("is_approx=False: this Trainer computes one gradient per step, use mars_hf.MARSTrainer")
     prepare_engine(args, model)
+    if not hyper.is_approx and running_format() in ZERO_FORMATS:
+        raise ValueError("is_approx=False is not served under DeepSpeed: launch DDP or FSDP2, or use is_approx=True")
     arguments = hyper.constructor_arguments(rule, args.learning_rate, args.weight_decay, args.adam_epsilon)
     arguments["process_group"] = replicas()
     if model is None:
@@ -85,9 +103,38 @@ class MARSTrainerMixin:
         trainer: Any = self
         if trainer.optimizer is None and self._optimizer_is_mars():
             opt_model = trainer.model if model is None else model
-            cls, arguments = mars_optimizer(trainer.args, opt_model, trainer.get_decay_parameter_names(opt_model))
+            decay_names = trainer.get_decay_parameter_names(opt_model)
+            cls, arguments = mars_optimizer(trainer.args, opt_model, decay_names, own_trainer=True)
             trainer.optimizer = cls(**arguments)
-        return super().create_optimizer(model)  # type: ignore[misc]
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if isinstance(optimizer, MARS):
+            self._add_callbacks(optimizer)
+        return optimizer
+
+    def _add_callbacks(self, optimizer: MARS) -> None:
+        """Those that the optimizer needs, once for each optimizer."""
+        trainer: Any = self
+        known = [c for c in trainer.callback_handler.callbacks if isinstance(c, (ReferenceGradient, VarianceMetrics))]
+        if any(callback.optimizer is optimizer for callback in known):
+            return
+        if optimizer.needs_reference():
+            trainer.add_callback(ReferenceGradient(trainer, optimizer))
+        if mars_arguments(trainer.args).mars_metrics:
+            trainer.add_callback(VarianceMetrics(optimizer))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs; see `Trainer.log`. With `mars_metrics` the training loss brings them along."""
+        trainer: Any = self
+        if "loss" in logs:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, VarianceMetrics):
+                    logs = {**logs, **callback.read()}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Fetches the micro-batches of a step; see `Trainer.get_batch_samples`. Kept for the second gradient."""
+        self.micro_batches = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        return self.micro_batches
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model for `from_pretrained`; see `Trainer.save_model`.

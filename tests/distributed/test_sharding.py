@@ -4,12 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from mars_hf import MARS
-from mars_hf.optim.sharding import base, layouts, whole_norms
+from mars_hf.optim.sharding import base, flat, layouts, whole_norms
 from mars_hf.optim.sharding.base import divide
 from mars_hf.optim.sharding.dtensor import dtensor_sharding
 from mars_hf.optim.sharding.replicated import ReplicatedTensors
@@ -169,12 +172,119 @@ def test_work_is_divided_evenly(ranks, monkeypatch):
 def test_a_flat_tensor_of_no_known_engine_is_an_error():
     matrix = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = MARS([{"params": [matrix], "rule": "mars-adamw"}])
-    flat = torch.nn.Parameter(torch.ones(12))
-    flat.grad = torch.ones(12)
-    optimizer.param_groups[0]["params"] = [flat]
+    vector = torch.nn.Parameter(torch.ones(12))
+    vector.grad = torch.ones(12)
+    optimizer.param_groups[0]["params"] = [vector]
     with pytest.raises(ValueError, match=r"parameter 0 \(shape \(12,\)\) is no matrix.*FSDP1"):
         optimizer.step()
     assert not optimizer.state
+
+
+def refuse_fsdp1(rank):
+    module = FullyShardedDataParallel(nn.Linear(5, 6), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="was flattened by FSDP1"):
+        MARS(module.parameters(), optimize_1d=True)  # which serves vectors, so that only the flag tells
+
+
+def gradients_in_other_placements(rank):
+    """DTensors without an engine: autograd leaves sums to be added up, or whole gradients of sharded parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    whole, inputs = (torch.randn(shape, generator=generator) for shape in ((6, 5), (4, 6)))
+    for placements, of_inputs, of_grad in (
+        ([Replicate()], [Shard(0)], Partial()),
+        ([Shard(0)], [Replicate()], Replicate()),
+    ):
+        plain = nn.Parameter(whole.clone())
+        many = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        for p, x in ((plain, inputs), (many, distribute_tensor(inputs, mesh, of_inputs))):
+            optimizer = MARS([p], lr=0.01, clip_c=0.3)
+            for _ in range(3):
+                (x @ p).square().mean().backward()
+                optimizer.step()
+                assert p is plain or p.grad.placements == (of_grad,)
+                optimizer.zero_grad()
+        assert_close(many.full_tensor(), plain, rtol=0, atol=1e-6)
+
+
+def checkpoint_before_training(rank):
+    """torch.distributed.checkpoint steps a new optimizer, to see its state: that step must not count."""
+    trained = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(5, 6))
+        optimizer = MARS(model.parameters(), is_approx=False)
+        if looks:
+            state_dict = get_optimizer_state_dict(model, optimizer)
+            set_optimizer_state_dict(model, optimizer, state_dict)
+        for _ in range(2):
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.update_previous_grad()
+            optimizer.step()
+            optimizer.update_last_grad()
+            optimizer.zero_grad()
+        trained.append([p.full_tensor() for p in model.parameters()])
+    assert_close(trained[0], trained[1], rtol=0, atol=0)
+
+
+def step_a_flat_tensor_without_gradient(rank):
+    """A flat tensor of ZeRO whose gradients are all zero at the first step is trained like any other."""
+    buffer = torch.arange(12.0) - 5
+    original = nn.Parameter(buffer.view(4, 3))
+    optimizer = MARS([{"params": [original], "rule": "mars-adamw"}], weight_decay=0.1)
+    alone = nn.Parameter(buffer.view(4, 3).clone())
+    reference = MARS([{"params": [alone], "rule": "mars-adamw"}], weight_decay=0.1)
+    original._dp_group = dist.group.WORLD
+    share = nn.Parameter(buffer.chunk(dist.get_world_size())[rank].clone())
+    optimizer.param_groups[0]["params"] = [share]
+    for gradient in (0.0, 1.0):
+        share.grad, alone.grad = torch.full_like(share, gradient), torch.full_like(alone, gradient)
+        optimizer.step()
+        reference.step()
+    assert_close(share, alone.view(-1).chunk(dist.get_world_size())[rank], rtol=0, atol=1e-6)
+
+
+def all_of_them(rank):
+    refuse_fsdp1(rank)
+    gradients_in_other_placements(rank)
+    checkpoint_before_training(rank)
+    step_a_flat_tensor_without_gradient(rank)
+
+
+def test_loops_without_a_trainer(tmp_path):
+    on_ranks(2, all_of_them, tmp_path)
+
+
+class Sent(Exception):
+    """Ends a call at its first collective."""
+
+
+def test_offloaded_parts_travel_between_accelerators(tmp_path, monkeypatch):
+    def send(*tensors, **kwargs):
+        assert all(t.device.type == "meta" for t in tensors if isinstance(t, torch.Tensor))
+        raise Sent
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+        assert base.communication_device(group, cpu) == torch.device("cuda", 3)
+        assert base.communication_device(group, gpu) == gpu
+        # Meta tensors stand in for those of an accelerator.
+        monkeypatch.setattr(base, "communication_device", lambda group, own: torch.device("meta"))
+        monkeypatch.setattr(flat, "communication_device", lambda group, own: torch.device("meta"))
+        monkeypatch.setattr(dist, "all_reduce", send)
+        monkeypatch.setattr(dist, "all_to_all_single", send)
+        shards = flat.FlatShards([flat.Slices((4, 3), [(0, 12)])], group)
+        with pytest.raises(Sent):
+            whole_norms([shards], [torch.ones(1)])
+        parts = [torch.ones(12)]
+        (where,) = shards.rounds(parts)
+        with pytest.raises(Sent):
+            shards.on_whole_matrices(parts, where, list, torch.float32)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_plain_tensors_ask_nobody():

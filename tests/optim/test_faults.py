@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from mars_hf import MARS, mars_param_groups
 from mars_hf.optim.apply import NormBounds
@@ -125,6 +126,22 @@ def test_hyperparameters_survive_the_state_dict(rule):
     after = run(resumed, params, steps=3, first=3)
     for a, b in zip(expected, after):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_checkpoint_without_group_ids_goes_on():
+    """Checkpoints of the first version have none."""
+    params = params_of((4, 3), (3,))
+    optimizer = MARS(params)
+    run(optimizer, params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["group_id"]
+        group["ns_dtype"] = torch.bfloat16
+    resumed_params = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = MARS(resumed_params)
+    resumed.load_state_dict(saved)
+    expected = run(optimizer, params, first=4)
+    assert_close(run(resumed, resumed_params, first=4), expected, rtol=0, atol=0)
 
 
 def test_lr_of_vectors_follows_its_own_schedule_from_zero():
@@ -335,6 +352,15 @@ def test_exact_mode_in_the_wrong_order_is_a_clear_error():
         optimizer.update_previous_grad()
         optimizer.step()
         optimizer.update_last_grad()
+
+
+def test_look_ahead_without_any_gradient_is_an_error():
+    """As where zero_grad() came too early, or an engine keeps gradients to itself; h would be 0 without a word."""
+    params = params_of((4, 3))
+    optimizer = MARS(params, is_approx=False)
+    with pytest.raises(ValueError, match="found no gradient"):
+        optimizer.update_previous_grad()
+    assert not optimizer.state
 
 
 def test_exact_mode_resumes_bit_for_bit():

@@ -107,6 +107,11 @@ def test_a_deepspeed_configuration_that_is_served(tmp_path):
     assert replicas() is None
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_exact_mode_under_deepspeed_is_refused(tmp_path, stage):
+    refused(trainer(tmp_path, is_approx=False, **deepspeed(stage)), "is_approx=False .*: launch DDP or FSDP2")
+
+
 def test_another_optimizer_is_left_alone(tmp_path):
     it = trainer(tmp_path, optim="adamw_torch", **deepspeed(2, optimizer=ADAM))
     assert not it._optimizer_is_mars()

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.optim.sharding.base import Sharding, whole_norms
+from mars_hf.optim.sharding.base import Sharding, sum_over_ranks, whole_norms
 from mars_hf.optim.sharding.local import LocalTensors
 
-__all__ = ["LocalTensors", "Sharding", "layouts", "whole_norms", "whole_shape"]
+__all__ = ["LocalTensors", "Sharding", "layouts", "sum_over_ranks", "whole_norms", "whole_shape"]
 
 
 def whole_shape(p: Any) -> tuple[int, ...]:

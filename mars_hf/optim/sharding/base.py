@@ -70,28 +70,51 @@ class Sharding(Protocol):
         ...
 
 
-def whole_norms(shardings: Sequence[Sharding], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """L2 norms of whole tensors, whatever part of them this rank holds, by one collective for each group of ranks.
+def sum_over_ranks(shardings: Sequence[Sharding], values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Adds up what each rank knows of its parts, by one collective for each group of ranks.
 
     Args:
         shardings: layouts of lists of tensors.
-        squares: for each layout the squared norms of this rank's parts, shape (tensors,), float32 or float64, or None
-            where none is wanted; not modified.
+        values: for each layout a vector, float32 or float64, or None; not modified.
 
     Returns:
-        For each layout the norms, shape (tensors,), or None.
+        For each layout the sums over the ranks that hold parts of its tensors, or None.
     """
-    results = list(squares)
+    results = list(values)
     by_group: defaultdict[dist.ProcessGroup, dict[int, Tensor]] = defaultdict(dict)
-    for i, (sharding, square) in enumerate(zip(shardings, squares)):
-        if square is not None and sharding.group is not None:
-            by_group[sharding.group][i] = square.double()
+    for i, (sharding, value) in enumerate(zip(shardings, values)):
+        if value is not None and sharding.group is not None:
+            by_group[sharding.group][i] = value.double()
     for group, parts in by_group.items():
-        total = torch.cat(list(parts.values()))
-        dist.all_reduce(total, group=group)  # squares add up over the ranks
-        for i, square in zip(parts, total.split([len(part) for part in parts.values()])):
-            results[i] = square
-    return [None if square is None else square.sqrt() for square in results]
+        own = torch.cat(list(parts.values()))
+        total = own.to(communication_device(group, own.device))
+        dist.all_reduce(total, group=group)
+        for i, value in zip(parts, total.to(own.device).split([len(part) for part in parts.values()])):
+            results[i] = value
+    return results
+
+
+def whole_norms(shardings: Sequence[Sharding], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """L2 norms of whole tensors, whatever part of them this rank holds; see `sum_over_ranks`.
+
+    Args:
+        shardings: layouts of lists of tensors.
+        squares: for each layout the squared norms of this rank's parts, shape (tensors,), or None.
+    """
+    return [None if square is None else square.sqrt() for square in sum_over_ranks(shardings, squares)]
+
+
+def communication_device(group: dist.ProcessGroup | None, own: torch.device) -> torch.device:
+    """`own`, if the ranks can send tensors that are there, else the accelerator of this rank.
+
+    An engine that offloads the optimizer to CPUs keeps its process groups for accelerators alone (NCCL).
+
+    Args:
+        group: the ranks.
+        own: where the tensors are.
+    """
+    served = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return own if own.type in served else torch.device(served[0], torch.accelerator.current_device_index())
 
 
 def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]], list[int]]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.optim.sharding.base import MatrixFunction, by_shape, divide
+from mars_hf.optim.sharding.base import MatrixFunction, by_shape, communication_device, divide
 
 
 class Slices(NamedTuple):
@@ -24,7 +24,8 @@ class FlatShards:
     are sent back. Communication of a step: one all-reduce of one number a tensor for the norms; for matrix rules two
     all-to-alls a round, in which each rank sends its own N / W elements, first in the dtype of the momentum, then as
     much in that of the results (`ns_dtype`). Memory besides: what a rank sends, receives and works on in one round, up
-    to STACK_ELEMENTS elements of each. Nobody ever holds all matrices.
+    to STACK_ELEMENTS elements of each. Nobody ever holds all matrices. Parts offloaded to CPUs, from where the ranks
+    cannot send them, travel between the accelerators, which do the work too.
 
     Args:
         tensors: the whole tensors.
@@ -58,10 +59,11 @@ class FlatShards:
         # Places in the round, by the rank that works on them.
         work = [[k for k, i in enumerate(where) if self._owners[i] == r] for r in range(self._ranks)]
         mine = [self._tensors[where[k]] for k in work[self._rank]]
+        device = communication_device(self.group, parts[0].device)
         received = self._exchange(
             [[parts[k] for k in work[r]] for r in range(self._ranks)],
             [[stop - start for start, stop in (t.ranges[r] for t in mine)] for r in range(self._ranks)],
-            parts[0],
+            parts[0].new_empty(0, device=device),
         )
         matrices = [torch.cat([received[r][j] for r in range(self._ranks)]).view(t.shape) for j, t in enumerate(mine)]
         results = [result.reshape(-1) for result in by_shape(matrices, fn)]
@@ -74,10 +76,14 @@ class FlatShards:
         return [part_of[k].view(part.shape) for k, part in enumerate(parts)]
 
     def _exchange(self, send: list[list[Tensor]], sizes: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """Sends tensors to each rank, flattened; returns those that came from each rank, which have the given sizes."""
+        """Sends tensors to each rank, flattened; returns those that came from each rank, which have the given sizes.
+
+        All have the dtype of `like`, what is returned is on its device.
+        """
         everything = [t.reshape(-1) for to_rank in send for t in to_rank]
-        outgoing = torch.cat([like.new_empty(0), *everything])
-        incoming = like.new_empty(sum(map(sum, sizes)))
+        outgoing = torch.cat(everything) if everything else like
+        outgoing = outgoing.to(communication_device(self.group, outgoing.device))
+        incoming = outgoing.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
             incoming,
             outgoing,
@@ -85,5 +91,5 @@ class FlatShards:
             [sum(t.numel() for t in to_rank) for to_rank in send],
             group=self.group,
         )
-        pieces = iter(incoming.split([size for from_rank in sizes for size in from_rank]))
+        pieces = iter(incoming.to(like.device).split([size for from_rank in sizes for size in from_rank]))
         return [[next(pieces) for _ in from_rank] for from_rank in sizes]

@@ -1,0 +1,97 @@
+"""--mars_metrics: the logged values, computed again by hand from the gradients."""
+
+import pytest
+import torch
+from tiny import arguments, assert_same, gpt2, losses, train, weights
+from transformers import Trainer, TrainerCallback
+
+import mars_hf
+
+NAMES = ("relative_change", "cosine", "clipped", "c_over_g")
+
+
+class Gradients(TrainerCallback):
+    """g, h and m of every matrix at every step, before the step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        step = []
+        for p in model.parameters():
+            if p.ndim == 2:
+                kept = optimizer.state.get(p, {})
+                none = torch.zeros_like(p)
+                step.append((p.grad.double(), *(kept.get(n, none).double() for n in ("last_grad", "exp_avg"))))
+        self.steps.append(step)
+
+
+def by_hand(step, alpha, clip_c):
+    change, cosine, clipped, ratio = [], [], [], []
+    for g, h, _ in step:
+        c = g + alpha * (g - h)
+        change.append((g - h).norm() / g.norm())
+        cosine.append(torch.cosine_similarity(g.flatten(), h.flatten(), dim=0))
+        clipped.append((c.norm() > clip_c).double())
+        ratio.append(c.norm() / g.norm())
+    return dict(zip(NAMES, (torch.stack(values).mean().item() for values in (change, cosine, clipped, ratio))))
+
+
+@pytest.mark.parametrize("is_approx", [True, False])
+@pytest.mark.parametrize("more", [{}, {"mars_last_grad_dtype": "bfloat16"}, {"optim": "mars_m"}, {"mars_fused": True}])
+def test_logged_values(tmp_path, is_approx, more, request):
+    if more.get("mars_fused"):
+        request.getfixturevalue("compiler")
+    gradients = Gradients()
+    settings = {
+        "is_approx": is_approx,
+        "mars_clip_c": 0.2,
+        "logging_steps": 2,
+        "max_steps": 8,
+        "mars_gamma": 0.1,
+        **more,
+    }
+    trainer = train(arguments(tmp_path, mars_metrics=True, **settings), callbacks=[gradients])
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    far_c = far_g = 0.0
+    for row in rows:
+        step = gradients.steps[row["step"] - 1]
+        if more.get("optim") == "mars_m":  # embeddings go to AdamW
+            step = [kept for kept in step if kept[1].any()]
+        expected = by_hand(step, 0.1 * 0.95 / 0.05, 0.2)
+        assert {name: row[f"mars/{name}"] for name in NAMES} == pytest.approx(expected, rel=1e-4)
+        for g, h, m in step:
+            far_g += (g - m).square().sum().item()
+            far_c += (g + 0.1 * 0.95 / 0.05 * (g - h) - m).square().sum().item()
+        if is_approx:
+            assert "mars/variance_ratio" not in row
+        else:
+            assert row["mars/variance_ratio"] == pytest.approx(far_c / far_g, rel=1e-4)
+    assert len({row["mars/clipped"] for row in rows} - {0.0}) > 0
+    # Looking changes nothing.
+    plain = train(arguments(tmp_path, **settings))
+    assert_same(weights(trainer), weights(plain))
+    assert losses(trainer) == losses(plain)
+    assert not any(name.startswith("mars/") for row in plain.state.log_history for name in row)
+
+
+def test_first_step_has_no_reference(tmp_path):
+    trainer = train(arguments(tmp_path, mars_metrics=True, max_steps=2))
+    first, second = (row for row in trainer.state.log_history if "loss" in row)
+    assert "mars/cosine" not in first
+    assert "mars/cosine" in second
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mars_type": "adamw"}, {"optim": "mars_m", "mars_memory_efficient": True, "mars_clip_c": 0}]
+)
+def test_nothing_to_measure(tmp_path, settings):
+    with pytest.raises(ValueError, match="mars_metrics=True has nothing to measure"):
+        train(arguments(tmp_path, mars_metrics=True, **settings), gpt2())
+
+
+def test_stock_trainer_is_refused(tmp_path):
+    mars_hf.register()
+    with pytest.raises(ValueError, match=r"mars_metrics=True.*use mars_hf\.MARSTrainer"):
+        train(arguments(tmp_path, mars_metrics=True), trainer_class=Trainer)
