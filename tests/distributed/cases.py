@@ -6,7 +6,7 @@ from typing import Any
 from engines import ENGINES
 
 # Both clips bite at some steps and tensors and not at others; `test_clips_bite` makes sure of it.
-MAX_GRAD_NORM, CLIP_C = 0.5, 0.05
+MAX_GRAD_NORM, CLIP_C = 0.6, 0.1
 
 # Largest difference of an element of the parameters, whose updates add up to about 1e-2. Newton-Schulz multiplies the
 # smallest singular values, which are nothing but rounding, by up to 3.4445^5 = 485.
@@ -75,7 +75,14 @@ CASES: dict[str, Case] = {
         for rule in ("mars-adamw", "mars-shampoo", "mars-m", "adamw_torch")
     },
     **_several(("mars-adamw", "mars-m"), "exact", arguments={"is_approx": False, "gradient_accumulation_steps": 2}),
-    **_several(("mars-adamw", "mars-m", "adamw_torch"), "bypassed", events={"bypassed": [0, 1, 5]}),
+    # The last block takes its first step, of the size of lr wherever |g| > eps, when lr is no longer 0: a larger eps
+    # keeps the rounding of the smallest g out of it.
+    **_several(
+        ("mars-adamw", "mars-m", "adamw_torch"),
+        "bypassed",
+        arguments={"adam_epsilon": 1e-5},
+        events={"bypassed": [0, 1, 5]},
+    ),
 }
 FLOAT32 = tuple(CASES)
 

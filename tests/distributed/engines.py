@@ -1,6 +1,6 @@
 """The engines under test: how many processes, what the Trainer is told, and what must be true once training runs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Small enough that every matrix of the test model is partitioned, and spread over several buckets and sub-groups.
@@ -18,6 +18,7 @@ class Engine:
         stage: ZeRO stage, None without DeepSpeed.
         offload: the optimizer's state and step are on the CPU side of DeepSpeed.
         bucket_view: DDP's gradients are views of its buckets; TrainingArguments have no field for it.
+        wrapper: the class that DeepSpeed must have put around the optimizer, "" for any.
     """
 
     distributed_type: str
@@ -26,6 +27,7 @@ class Engine:
     stage: int | None = None
     offload: bool = False
     bucket_view: bool = False
+    wrapper: str = ""
 
 
 def fsdp2(processes: int = 2) -> Engine:
@@ -73,8 +75,8 @@ ENGINES = {
     "zero2-offload": zero(2, offload=True),
     "zero3-offload": zero(3, offload=True),
     "zero2-round-robin": zero(2, round_robin_gradients=True),
-    # bf16 with gradients accumulated in float32 has an optimizer wrapper of its own, BF16_Optimizer.
-    "zero1-bf16-optimizer": zero(1, accumulation="fp32"),
+    # For bf16 with gradients accumulated in float32 DeepSpeed has another wrapper.
+    "zero1-bf16-optimizer": replace(zero(1, accumulation="fp32"), wrapper="BF16_Optimizer"),
     "ddp-3": Engine("MULTI_CPU", processes=3),
     "fsdp2-3": fsdp2(processes=3),
     "zero2-3": zero(2, processes=3),

@@ -117,6 +117,8 @@ def test_every_engine_trains_as_one_process_does(results, runs):
     many, one = (results(run) for run in runs)
     expected, actual = compared(one.parameters), compared(many.parameters)
     assert expected.keys() == actual.keys()
+    # pytest -rP shows it.
+    print(f"largest difference: {max(float((actual[n] - expected[n]).abs().max()) for n in expected):.1e}")
     for name in expected:
         assert_close(
             actual[name], expected[name], rtol=0, atol=CASES[case].tolerance, msg=lambda m, name=name: f"{name}: {m}"
@@ -155,8 +157,8 @@ def test_low_precision_stays_as_close_to_float32_as_on_one_process(results, runs
 
     The engines also hold the residual stream, the norms and the weights of the forward pass in bf16, and reduce
     gradients in it. Independent roundings add up in squares: 3 allows for 9 times as many. fp16 has 3 more bits, so 1
-    is generous. Another rule is 0.17 (moonlight for mars-m) to 0.24 (adamw for mars-adamw) away, more than 3 x 0.036
-    and 3 x 0.004.
+    is generous. Another rule is 0.18 (moonlight for mars-m) to 0.25 (adamw for mars-adamw) away, more than 3 x 0.027
+    and 3 x 0.005.
     """
     many, float32, bf16 = (displacement(results(run).parameters) for run in runs)
     unit = torch.dist(bf16, float32)

@@ -36,8 +36,8 @@ from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.models import build_gpt2, gpt2_config
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 24, 10, 101
-# Neither the vocabulary nor the width nor the positions divide by 2; a multiple of 3 is not one of 2.
-SIZES = {"n_layer": 2, "n_head": 3, "n_embd": 15, "vocab_size": VOCABULARY, "n_positions": LENGTH + 1}
+# Vocabulary, width and positions divide neither by 2 nor by 3.
+SIZES = {"n_layer": 2, "n_head": 5, "n_embd": 25, "vocab_size": VOCABULARY, "n_positions": LENGTH + 1}
 COMMON = {
     "max_steps": STEPS,
     "learning_rate": 3e-3,
@@ -169,6 +169,8 @@ def check_engine(trainer, engine: Engine) -> None:
         check(wrapped.gradient_as_bucket_view, "gradient_as_bucket_view")
     if engine.stage is not None:
         check(wrapped.zero_optimization_stage() == engine.stage, f"stage {wrapped.zero_optimization_stage()}")
+        wrapper = type(wrapped.optimizer).__name__
+        check(engine.wrapper in ("", wrapper), f"wrapper {wrapper}")
         check(bool(wrapped.zero_cpu_offload()) == engine.offload, "offload")
         partitioned = [getattr(p, "ds_numel", 0) > p.numel() for p in wrapped.module.parameters()]
         check(all(partitioned) if engine.stage == 3 else not any(partitioned), "ZeRO-3 parameters")
@@ -179,19 +181,26 @@ def check_engine(trainer, engine: Engine) -> None:
 def whole_parameters(trainer) -> dict[str, Tensor]:
     """The trained parameters, gathered from all ranks, in float32: the master weights where there are some."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    whole = {}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if isinstance(p, DTensor):
-            p = p.full_tensor()
-        elif hasattr(p, "ds_id") or p.dtype != torch.float32:
-            from deepspeed.utils import safe_get_full_fp32_param
+    return {name: whole(p, trainer).detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
-            master = safe_get_full_fp32_param(p)
-            p = p if master is None else master
-        whole[name] = p.detach().float().clone().contiguous()
-    return whole
+
+def whole(p: Tensor, trainer) -> Tensor:
+    """One parameter in float32; a collective."""
+    if isinstance(p, DTensor):
+        return p.full_tensor()
+    if not hasattr(p, "ds_id") and p.dtype == torch.float32:
+        return p
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    optimizer = trainer.deepspeed.optimizer
+    if trainer.deepspeed.zero_optimization_stage() > 0:
+        master = safe_get_full_fp32_param(p)
+    else:
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups)
+        master = next(high for lows, highs in groups for low, high in zip(lows, highs) if low is p)
+    if master is None:
+        raise RuntimeError(f"DeepSpeed knows no float32 weights of a parameter of shape {tuple(p.shape)}")
+    return master
 
 
 def run(case: dict, output: Path) -> None:
