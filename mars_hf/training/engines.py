@@ -147,6 +147,10 @@ def _deepspeed_problems(args: TrainingArguments, config: dict[str, Any]) -> Iter
         if value is not None and value not in served:
             shown = "{...}" if isinstance(value, dict) else repr(value)
             yield f"DeepSpeed configuration: {name}={shown} is not served: {way_out}"
+    fp16, zero = (config.get(name) or {} for name in ("fp16", "zero_optimization"))
+    if fp16.get("enabled") is True and not zero.get("stage"):
+        # DeepSpeed divides the gradients by a loss scale there that the loss was never multiplied by.
+        yield "fp16 under DeepSpeed ZeRO-0 is not served: use ZeRO-1, or bf16"
     clipping = config.get("gradient_clipping") or 0.0
     if clipping not in ("auto", args.max_grad_norm):
         yield (

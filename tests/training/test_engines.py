@@ -76,6 +76,10 @@ DEEPSPEED_OPTIONS = [
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio=0.5.*leave it out"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "compressed communication is not served"),
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size=2"),
+    (
+        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        "fp16 under DeepSpeed ZeRO-0 .*use ZeRO-1, or bf16",
+    ),
     ({"gradient_clipping": 0.25}, r"gradient_clipping=0.25 would win over max_grad_norm=1.0, write .*auto"),
     ({"gradient_clipping": 0.0}, r"gradient_clipping=0.0 would win over max_grad_norm=1.0"),
 ]
