@@ -78,14 +78,14 @@ class ExactReference(torch.optim.Optimizer):
 
     @torch.no_grad()
     def keep_params(self) -> None:
-        """Keeps a copy of every parameter that has a gradient, as the previous parameters of the step after the next.
+        """Keeps a copy of every parameter that is trained, as the previous parameters of the step after the coming one.
 
         The copies are part of the state (`previous_param`), in every param group: the gradient at the previous
         parameters needs all of them.
         """
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is not None or "previous_param" in self.state.get(p, ()):
                     self.state[p].setdefault("previous_param", torch.empty_like(p)).copy_(p)
 
     @torch.no_grad()
