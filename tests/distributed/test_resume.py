@@ -18,7 +18,7 @@ SHARDED, FULL = "FSDP SHARDED_STATE_DICT", "FSDP FULL_STATE_DICT"
 CASES = {
     "ddp": ("ddp", {"optim": "mars_m"}, "one process or DDP"),
     "ddp-exact": ("ddp", {"optim": "mars", "is_approx": False}, "one process or DDP"),
-    "fsdp2-exact": ("fsdp2-sharded", {"optim": "mars_shampoo", "is_approx": False}, SHARDED),
+    "fsdp2-exact": ("fsdp2-sharded", {"optim": "mars", "is_approx": False}, SHARDED),
     "fsdp2-sharded": ("fsdp2-sharded", {"optim": "mars", "mars_last_grad_dtype": "bfloat16"}, SHARDED),
     "fsdp2-sharded-bf16": ("fsdp2-sharded", {"optim": "mars_m", "bf16": True}, SHARDED),
     "fsdp2-full": ("fsdp2-full", {"optim": "mars_shampoo"}, FULL),
