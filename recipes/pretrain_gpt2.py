@@ -126,6 +126,8 @@ def main() -> None:
         f"{len(blocks['train']) * data_args.block_size:,} training tokens, {tokens_per_step:,} tokens a step, "
         f"{args.world_size} process(es), {engine_name()}",
     )
+    chosen = {name: getattr(args, name) for name in ("optim", "mars_type", "learning_rate", "is_approx", "mars_fused")}
+    say(args, ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None))
 
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -135,7 +137,8 @@ def main() -> None:
         say(args, f"\nInterrupted. Last checkpoint: {last}. To resume: {how}.")
         sys.exit(130)
 
-    results = perplexity(trainer, count_bytes(blocks["validation"], tokenizer))
+    results = {**perplexity(trainer, count_bytes(blocks["validation"], tokenizer)), "settings": chosen}
+    results["settings"]["steps"] = trainer.state.global_step
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
     if args.should_save:

@@ -109,7 +109,7 @@ class MARSArguments:
         values: dict[str, Any] = {}
         for item in filter(None, (optim_args or "").replace(" ", "").split(",")):
             key, equals, value = item.partition("=")
-            one_of("optim_args key", key, [*dict.fromkeys([*short, *known])])
+            one_of("optim_args key", key, [*short, *known], listed=", ".join(short))
             name = short.get(key, key)
             if not equals:
                 raise ValueError(f"optim_args={optim_args!r}: {key!r} has no value, write {key}=VALUE")

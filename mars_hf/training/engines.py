@@ -129,7 +129,7 @@ def _fsdp_problems(args: TrainingArguments) -> Iterator[str]:
     plugin = _plugin("fsdp_plugin")
     if plugin is None:
         if args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
-            yield "fsdp was asked for, but Accelerate runs something else: it serves FSDP on accelerators only, use DDP"
+            yield "fsdp was asked for, but Accelerate runs something else: it serves FSDP on GPUs only, on CPUs use DDP"
         return
     if plugin.fsdp_version != 2:
         yield f"fsdp_version={plugin.fsdp_version} flattens parameters, where MARS finds no matrix: use fsdp_version 2"
