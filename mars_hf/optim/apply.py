@@ -28,7 +28,7 @@ from mars_hf.optim.rules import (
     scale_,
     squared_norms,
 )
-from mars_hf.optim.sharding import Sharding
+from mars_hf.optim.sharding import Sharding, divide
 
 # Bytes of parameters that go through all operations of a pass before the next ones do. On CPU a chunk and its gradient
 # and state stay in cache between the operations; on accelerators a chunk only bounds the temporaries.
@@ -198,11 +198,12 @@ class Update:
         """What a matrix rule does with the momentum."""
         (params, grads, state), hyper, sharding = self.all, self.hyper, self.sharding
         factors = [matrix_factor(shape, hyper) for shape in sharding.shapes(params)]
-        for where in sharding.rounds(params):
+        for work in divide(sharding.shapes(params), sharding.ranks):
+            where = work.where
             exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
             matrices = momenta([grads[i] for i in where], exp_avgs, hyper)
             updates = sharding.on_whole_matrices(
-                matrices, where, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
+                matrices, work, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
             )
             updates = [u.to(m.dtype) for u, m in zip(updates, matrices)]
             torch._foreach_mul_(updates, [factors[i] for i in where])

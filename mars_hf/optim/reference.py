@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mars_hf.optim.rules import state_names
 
@@ -38,14 +39,7 @@ class ExactReference(torch.optim.Optimizer):
             )
         for group in self._exact_groups():
             for p in group["params"]:
-                if p.grad is None:
-                    if "previous_grad" in self.state.get(p, ()):
-                        self.state[p]["previous_grad"].zero_()
-                    continue
-                state = self.state[p]
-                if "previous_grad" not in state:
-                    state["previous_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
-                state["previous_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
+                self._copy_grad(p, group, "previous_grad")
             group["previous_grad_is_set"] = True
 
     @torch.no_grad()
@@ -85,8 +79,10 @@ class ExactReference(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None or "previous_param" in self.state.get(p, ()):
-                    self.state[p].setdefault("previous_param", torch.empty_like(p)).copy_(p)
+                if "previous_param" in self.state.get(p, ()):
+                    self.state[p]["previous_param"].copy_(p)
+                elif p.grad is not None:
+                    self.state[p]["previous_param"] = p.clone()
 
     @torch.no_grad()
     def swap_params(self) -> bool:
@@ -95,7 +91,8 @@ class ExactReference(torch.optim.Optimizer):
         Returns:
             Whether there are copies: there are none before the first step.
         """
-        kept = [(p, self.state[p]["previous_param"]) for p in self._all_params() if "previous_param" in self.state[p]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        kept = [(p, self.state[p]["previous_param"]) for p in params if "previous_param" in self.state.get(p, ())]
         for p, previous in kept:
             current = p.clone()
             p.copy_(previous)
@@ -111,22 +108,23 @@ class ExactReference(torch.optim.Optimizer):
         """
         for group in self._exact_groups():
             for p in group["params"]:
-                state = self.state[p]
-                if p.grad is None:
-                    if "last_grad" in state:
-                        state["last_grad"].zero_()
-                    continue
-                if "last_grad" not in state:
-                    state["last_grad"] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
-                state["last_grad"].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
+                self._copy_grad(p, group, "last_grad")
             group["last_grad_is_used"] = False
 
     def needs_reference(self) -> bool:
         """Whether any param group is in exact mode and keeps a reference gradient."""
         return bool(self._exact_groups())
 
-    def _all_params(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p in self.state]
+    def _copy_grad(self, p: Tensor, group: dict[str, Any], name: str) -> None:
+        """Copies p.grad into the state, elements that are not finite as 0; without a gradient there is no reference."""
+        if p.grad is None:
+            if name in self.state.get(p, ()):
+                self.state[p][name].zero_()
+            return
+        state = self.state[p]
+        if name not in state:
+            state[name] = torch.zeros_like(p, dtype=group["last_grad_dtype"])
+        state[name].copy_(p.grad).nan_to_num_(0.0, 0.0, 0.0)
 
     def _exact_groups(self) -> list[dict[str, Any]]:
         return [g for g in self.param_groups if not g["is_approx"] and "last_grad" in state_names(g)]

@@ -64,11 +64,11 @@ def check_on_whole_matrices(sharding, parts, part_of, counter, collectives_per_r
     for limit in (2**24, 40):
         base.STACK_ELEMENTS = limit
         counter.matrices, counter.calls = 0, dict.fromkeys(counter.calls, 0)
-        rounds = sharding.rounds(parts)
-        assert sorted(i for where in rounds for i in where) == list(range(len(SHAPES)))
-        for where in rounds:
-            results = sharding.on_whole_matrices([parts[i] for i in where], where, counter.square, torch.float64)
-            for i, result in zip(where, results):
+        rounds = divide(sharding.shapes(parts), sharding.ranks)
+        assert sorted(i for work in rounds for i in work.where) == list(range(len(SHAPES)))
+        for work in rounds:
+            results = sharding.on_whole_matrices([parts[i] for i in work.where], work, counter.square, torch.float64)
+            for i, result in zip(work.where, results):
                 whole = whole_matrices()[i]
                 assert_close(result, part_of((whole / whole.norm()).to(torch.float64)), rtol=0, atol=1e-7)
         assert set(counter.calls.values()) == {collectives_per_round * len(rounds)}
@@ -158,14 +158,15 @@ def test_other_placements_are_refused(tmp_path):
 def test_work_is_divided_evenly(ranks, monkeypatch):
     monkeypatch.setattr(base, "STACK_ELEMENTS", 100)
     shapes = [(8, 8)] * 24 + [(8, 4)] * 16
-    rounds, owners = divide(shapes, ranks)
+    rounds = divide(shapes, ranks)
+    owners = dict(pair for work in rounds for pair in zip(work.where, work.owners))
     costs = [8 * 8 * 8] * 24 + [8 * 4 * 4] * 16
-    work = [sum(cost for cost, owner in zip(costs, owners) if owner == r) for r in range(ranks)]
+    work = [sum(cost for i, cost in enumerate(costs) if owners[i] == r) for r in range(ranks)]
     assert max(work) - min(work) <= max(costs)
-    assert sorted(i for where in rounds for i in where) == list(range(40))
-    for where in rounds:
+    assert sorted(i for work in rounds for i in work.where) == list(range(40))
+    for work in rounds:
         for r in range(ranks):
-            mine = [i for i in where if owners[i] == r]
+            mine = [i for i in work.where if owners[i] == r]
             assert len(mine) <= 1 or sum(shapes[i][0] * shapes[i][1] for i in mine) <= 100
 
 
@@ -288,9 +289,9 @@ def test_offloaded_parts_travel_between_accelerators(tmp_path, monkeypatch):
         with pytest.raises(Sent):
             whole_norms([shards], [torch.ones(1)])
         parts = [torch.ones(12)]
-        (where,) = shards.rounds(parts)
+        (work,) = divide(shards.shapes(parts), shards.ranks)
         with pytest.raises(Sent):
-            shards.on_whole_matrices(parts, where, list, torch.float32)
+            shards.on_whole_matrices(parts, work, list, torch.float32)
     finally:
         dist.destroy_process_group()
 

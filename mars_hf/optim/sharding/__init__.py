@@ -2,11 +2,20 @@
 
 from typing import Any
 
-from mars_hf.optim.sharding.base import Sharding, sum_over_ranks, whole_norms
+from mars_hf.optim.sharding.base import Sharding, divide, sum_over_ranks, whole_norms
 from mars_hf.optim.sharding.groups import GroupTensors, layouts
 from mars_hf.optim.sharding.local import LocalTensors
 
-__all__ = ["GroupTensors", "LocalTensors", "Sharding", "layouts", "sum_over_ranks", "whole_norms", "whole_shape"]
+__all__ = [
+    "GroupTensors",
+    "LocalTensors",
+    "Sharding",
+    "divide",
+    "layouts",
+    "sum_over_ranks",
+    "whole_norms",
+    "whole_shape",
+]
 
 
 def whole_shape(p: Any) -> tuple[int, ...]:

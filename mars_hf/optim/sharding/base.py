@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,13 @@ MatrixFunction = Callable[[list[Tensor]], list[Tensor]]
 
 # Matrices are orthogonalised together up to this many elements on a rank, which bounds the temporaries.
 STACK_ELEMENTS = 2**24
+
+
+class Round(NamedTuple):
+    """Matrices whose work is done together: their indices, and for each the rank that works on it."""
+
+    where: list[int]
+    owners: list[int]
 
 
 class Sharding(Protocol):
@@ -28,6 +35,9 @@ class Sharding(Protocol):
 
     group: dist.ProcessGroup | None
     """The ranks that hold the parts, where they are not whole."""
+
+    ranks: int
+    """Among how many ranks the work on whole matrices is divided."""
 
     def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """This rank's part of each whole tensor, as views; a number of the engine's tensor goes to each of its parts.
@@ -45,22 +55,14 @@ class Sharding(Protocol):
         """
         ...
 
-    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
-        """Indices of the matrices whose work is done together, in turn.
-
-        Args:
-            parts: this rank's parts of the matrices.
-        """
-        ...
-
     def on_whole_matrices(
-        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+        self, parts: list[Tensor], work: "Round", fn: MatrixFunction, dtype: torch.dtype
     ) -> list[Tensor]:
         """Applies a function of whole matrices and returns this rank's part of each result.
 
         Args:
             parts: this rank's parts of the matrices of one round; only read.
-            where: the round, as `rounds` gave it.
+            work: the round, of those that `divide` made of all matrices for `ranks`.
             fn: maps whole matrices of one shape to new tensors of that shape.
             dtype: of the results of `fn`; they travel between ranks in it.
 
@@ -117,7 +119,7 @@ def communication_device(group: dist.ProcessGroup | None, own: torch.device) -> 
     return own if own.type in served else torch.device(served[0], torch.accelerator.current_device_index())
 
 
-def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]], list[int]]:
+def divide(shapes: Sequence[Sequence[int]], ranks: int) -> list[Round]:
     """Divides matrices among ranks, so that each one is worked on once and the ranks finish together.
 
     The costliest matrix left goes to the rank with the least work, Newton-Schulz taking rows cols min(rows, cols)
@@ -129,28 +131,27 @@ def divide(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[list[int]]
         ranks: number of ranks.
 
     Returns:
-        The rounds, as lists of indices, and for each matrix the rank that works on it.
+        The rounds, in which each matrix stands once.
     """
     sizes = [prod(shape) for shape in shapes]
     costs = [size * min(shape[0], size // max(1, shape[0])) for shape, size in zip(shapes, sizes)]
     # Equal shapes side by side: a rank stacks those of its round.
     order = sorted(range(len(shapes)), key=lambda i: (-costs[i], tuple(shapes[i]), i))
-    work, owners = [0] * ranks, [0] * len(shapes)
-    round_of = [0] * len(shapes)
+    work = [0] * ranks
     filled = [(0, 0)] * ranks  # the round each rank is in, and the elements it has taken there
+    rounds: list[Round] = []
     for i in order:
         owner = min(range(ranks), key=lambda r: (work[r], r))
         work[owner] += costs[i]
-        owners[i] = owner
         number, elements = filled[owner]
         if elements and elements + sizes[i] > STACK_ELEMENTS:
             number, elements = number + 1, 0
-        round_of[i] = number
         filled[owner] = number, elements + sizes[i]
-    rounds: list[list[int]] = [[] for _ in range(max(round_of, default=-1) + 1)]
-    for i in order:
-        rounds[round_of[i]].append(i)
-    return rounds, owners
+        if number == len(rounds):
+            rounds.append(Round([], []))
+        rounds[number].where.append(i)
+        rounds[number].owners.append(owner)
+    return rounds
 
 
 def by_shape(matrices: list[Tensor], fn: MatrixFunction) -> list[Tensor]:

@@ -1,13 +1,12 @@
 """Tensors of which each rank holds a stretch of the flattened elements: FSDP2 and DeepSpeed ZeRO."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.optim.sharding.base import MatrixFunction, by_shape, communication_device, divide
+from mars_hf.optim.sharding.base import MatrixFunction, Round, by_shape, communication_device
 
 
 class Slices(NamedTuple):
@@ -18,7 +17,7 @@ class Slices(NamedTuple):
 
 
 class FlatShards:
-    """Each rank holds a stretch, maybe empty, of the elements of each tensor.
+    """Each rank holds a stretch, maybe empty, of the elements of each tensor. Each engine's own class adds `parts`.
 
     The work on whole matrices is divided: each one is put together on one rank, worked on there once, and its parts
     are sent back. Communication of a step: one all-reduce of one number a tensor for the norms; for matrix rules two
@@ -37,42 +36,33 @@ class FlatShards:
     def __init__(self, tensors: list[Slices], group: dist.ProcessGroup) -> None:
         self._tensors = tensors
         self.group: dist.ProcessGroup | None = group
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Answered by each engine's own class; see `Sharding.parts`."""
-        raise NotImplementedError
+        self._rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def shapes(self, parts: list[Tensor]) -> list[tuple[int, ...]]:
         """See `Sharding.shapes`."""
         return [t.shape for t in self._tensors]
 
-    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
-        """Divides the matrices among the ranks; see `Sharding.rounds`."""
-        rounds, self._owners = divide(self.shapes(parts), self._ranks)
-        return rounds
-
     def on_whole_matrices(
-        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+        self, parts: list[Tensor], work: Round, fn: MatrixFunction, dtype: torch.dtype
     ) -> list[Tensor]:
         """Sends each matrix to its rank and the parts of the result back; see `Sharding.on_whole_matrices`."""
         # Places in the round, by the rank that works on them.
-        work = [[k for k, i in enumerate(where) if self._owners[i] == r] for r in range(self._ranks)]
-        mine = [self._tensors[where[k]] for k in work[self._rank]]
+        places = [[k for k, owner in enumerate(work.owners) if owner == r] for r in range(self.ranks)]
+        mine = [self._tensors[work.where[k]] for k in places[self._rank]]
         device = communication_device(self.group, parts[0].device)
         received = self._exchange(
-            [[parts[k] for k in work[r]] for r in range(self._ranks)],
-            [[stop - start for start, stop in (t.ranges[r] for t in mine)] for r in range(self._ranks)],
+            [[parts[k] for k in places[r]] for r in range(self.ranks)],
+            [[stop - start for start, stop in (t.ranges[r] for t in mine)] for r in range(self.ranks)],
             parts[0].new_empty(0, device=device),
         )
-        matrices = [torch.cat([received[r][j] for r in range(self._ranks)]).view(t.shape) for j, t in enumerate(mine)]
+        matrices = [torch.cat([received[r][j] for r in range(self.ranks)]).view(t.shape) for j, t in enumerate(mine)]
         results = [result.reshape(-1) for result in by_shape(matrices, fn)]
         returned = self._exchange(
-            [[result[slice(*t.ranges[r])] for result, t in zip(results, mine)] for r in range(self._ranks)],
-            [[parts[k].numel() for k in work[r]] for r in range(self._ranks)],
+            [[result[slice(*t.ranges[r])] for result, t in zip(results, mine)] for r in range(self.ranks)],
+            [[parts[k].numel() for k in places[r]] for r in range(self.ranks)],
             parts[0].new_empty(0, dtype=dtype),
         )
-        part_of = {k: part for places, came in zip(work, returned) for k, part in zip(places, came)}
+        part_of = {k: part for ks, came in zip(places, returned) for k, part in zip(ks, came)}
         return [part_of[k].view(part.shape) for k, part in enumerate(parts)]
 
     def _exchange(self, send: list[list[Tensor]], sizes: list[list[int]], like: Tensor) -> list[list[Tensor]]:

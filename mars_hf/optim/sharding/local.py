@@ -1,12 +1,10 @@
 """Ordinary tensors: every rank that has one has it whole."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.optim.sharding.base import MatrixFunction, by_shape, divide
+from mars_hf.optim.sharding.base import MatrixFunction, Round, by_shape
 
 
 class LocalTensors:
@@ -14,6 +12,7 @@ class LocalTensors:
 
     whole = True
     group: dist.ProcessGroup | None = None
+    ranks = 1
 
     def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors themselves; see `Sharding.parts`."""
@@ -23,12 +22,8 @@ class LocalTensors:
         """Their own shapes; see `Sharding.shapes`."""
         return [tuple(part.shape) for part in parts]
 
-    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
-        """Matrices of up to STACK_ELEMENTS elements in a round; see `Sharding.rounds`."""
-        return divide(self.shapes(parts), 1)[0]
-
     def on_whole_matrices(
-        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+        self, parts: list[Tensor], work: Round, fn: MatrixFunction, dtype: torch.dtype
     ) -> list[Tensor]:
         """The function itself; see `Sharding.on_whole_matrices`."""
         return by_shape(parts, fn)

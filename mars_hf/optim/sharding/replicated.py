@@ -1,12 +1,10 @@
 """Tensors that several ranks hold whole and equal: DDP, DeepSpeed stage 0."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.optim.sharding.base import MatrixFunction, by_shape, divide
+from mars_hf.optim.sharding.base import MatrixFunction, Round, by_shape
 from mars_hf.optim.sharding.local import LocalTensors
 
 
@@ -23,27 +21,22 @@ class ReplicatedTensors(LocalTensors):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._replicas = group
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def rounds(self, parts: list[Tensor]) -> Sequence[list[int]]:
-        """Divides the matrices among the ranks; see `Sharding.rounds`."""
-        rounds, self._owners = divide(self.shapes(parts), self._ranks)
-        return rounds
+        self._rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def on_whole_matrices(
-        self, parts: list[Tensor], where: list[int], fn: MatrixFunction, dtype: torch.dtype
+        self, parts: list[Tensor], work: Round, fn: MatrixFunction, dtype: torch.dtype
     ) -> list[Tensor]:
         """Does this rank's share and gathers the others'; see `Sharding.on_whole_matrices`."""
-        owners = [self._owners[i] for i in where]
+        owners = work.owners
         mine = by_shape([part for part, owner in zip(parts, owners) if owner == self._rank], fn)
-        sizes = [sum(p.numel() for p, owner in zip(parts, owners) if owner == r) for r in range(self._ranks)]
+        sizes = [sum(p.numel() for p, owner in zip(parts, owners) if owner == r) for r in range(self.ranks)]
         # One size for all, which every backend gathers in one call.
         send = torch.zeros(max(sizes), dtype=dtype, device=parts[0].device)
         if mine:
             torch.cat([result.reshape(-1) for result in mine], out=send[: sizes[self._rank]])
-        gathered = send.new_empty(self._ranks * len(send))
+        gathered = send.new_empty(self.ranks * len(send))
         dist.all_gather_into_tensor(gathered, send, group=self._replicas)
-        starts = [r * len(send) for r in range(self._ranks)]
+        starts = [r * len(send) for r in range(self.ranks)]
         results = []
         for part, owner in zip(parts, owners):
             results.append(gathered[starts[owner] : starts[owner] + part.numel()].view(part.shape))
