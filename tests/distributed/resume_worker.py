@@ -11,19 +11,15 @@ model in the folder NAME; a case that fails leaves NAME.rankR.error, its traceba
 import json
 import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu
 import torch
-import torch.distributed as dist
 from engines import ENGINES, Engine, fsdp2, zero
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2LMHeadModel, TrainerCallback
-from worker import COMMON, SIZES, check_engine, forget, whole_parameters
+from worker import COMMON, SIZES, check_engine, forget, main, whole_parameters
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.models import build_gpt2, gpt2_config
@@ -179,28 +175,5 @@ def run(case: dict, output: Path) -> None:
     finish(trainer)
 
 
-def main(cases: list[dict], output: Path) -> None:
-    torch.set_num_threads(1)
-    fsdp_on_cpu.enable()
-    if any(RESUMABLE[case["engine"]].stage is not None for case in cases):
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    environment = dict(os.environ)
-    for case in cases:
-        try:
-            run(case, output)
-        except Exception:
-            (output / f"{case['name']}.rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
-        forget(environment)
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo now and then aborts while the interpreter shuts down.
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), run, RESUMABLE)

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -241,20 +241,34 @@ def forget(environment: dict[str, str]) -> None:
     gc.collect()
 
 
-def main(cases: list[dict], output: Path) -> None:
+def main(
+    cases: list[dict],
+    output: Path,
+    run: Callable[[dict, Path], None] = run,
+    engines: Mapping[str, Engine] = ENGINES,
+) -> None:
+    """Runs every case on this rank, and does not return.
+
+    Args:
+        cases: each with a `name` and an `engine`.
+        output: where a failed case leaves its traceback.
+        run: trains one case and leaves its results.
+        engines: by name.
+    """
     torch.set_num_threads(1)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, launched = int(os.environ.get("RANK", 0)), "RANK" in os.environ
     fsdp_on_cpu.enable()
     # A rank that fails alone must not leave the others waiting for half an hour.
     patience = timedelta(seconds=60)
-    if any(ENGINES[case["engine"]].stage is not None for case in cases):
+    if any(engines[case["engine"]].stage is not None for case in cases):
+        os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
         # Compiling it takes minutes on a new machine, and training does not use it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # On GPUs accelerate does this; on CPUs zero.Init would find a single process.
         deepspeed.init_distributed("gloo", timeout=patience)
-    elif world > 1:
+    elif launched:
         dist.init_process_group("gloo", timeout=patience)
     environment = dict(os.environ)
     # Each training collects garbage twice; going through everything that was imported takes longer than the training.
@@ -265,7 +279,7 @@ def main(cases: list[dict], output: Path) -> None:
         except Exception:
             (output / f"{case['name']}.rank{rank}.error").write_text(traceback.format_exc())
         forget(environment)
-    if world > 1:
+    if launched:
         dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
