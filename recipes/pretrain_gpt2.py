@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes, load_text_corpus, pack, train_tokenizer
-from mars_hf.models import build_gpt2, gpt2_config
+from mars_hf.models import build_model, configure
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
@@ -53,13 +53,23 @@ class DataArguments:
 @dataclass
 class ModelArguments:
     model_size: str = field(default="small", metadata={"help": "GPT-2 of the paper: small, medium, large or xl."})
+    model_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "Another architecture: a config.json, its folder or a hub name. Weights are fresh, and model_size, "
+            "n_layer, n_head and n_embd do not apply."
+        },
+    )
+    model_overrides: str | None = field(
+        default=None, metadata={"help": 'Fields of model_config to set otherwise, {"num_hidden_layers": 2}.'}
+    )
     n_layer: int | None = field(default=None, metadata={"help": "Layers, if not those of model_size."})
     n_head: int | None = field(default=None, metadata={"help": "Attention heads, if not those of model_size."})
     n_embd: int | None = field(default=None, metadata={"help": "Width, if not that of model_size."})
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads of a process on CPU. Default: the cores, divided by the processes."}
     )
-    bias: bool = field(default=False, metadata={"help": "Train biases; the paper's models have none."})
+    bias: bool = field(default=False, metadata={"help": "Train the biases of a GPT-2; the paper's models have none."})
 
 
 @dataclass
@@ -101,18 +111,10 @@ def main() -> None:
             tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
         blocks = pack(corpus, tokenizer, data_args.block_size)
 
-    sizes = {name: getattr(model_args, name) for name in ("n_layer", "n_head", "n_embd")}
-    config = gpt2_config(
-        model_args.model_size,
-        vocab_size=len(tokenizer),
-        n_positions=data_args.block_size,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **{name: size for name, size in sizes.items() if size is not None},
-    )
+    architecture = ("model_size", "model_config", "model_overrides", "n_layer", "n_head", "n_embd")
+    config = configure(tokenizer, data_args.block_size, **{name: getattr(model_args, name) for name in architecture})
     trainer = MARSTrainer(
-        model=build_gpt2(config, bias=model_args.bias),
+        model=build_model(config, bias=model_args.bias),
         args=args,
         train_dataset=blocks["train"],
         eval_dataset=blocks["validation"],
@@ -122,7 +124,7 @@ def main() -> None:
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
         args,
-        f"{trainer.model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, "
+        f"{config.model_type}, {trainer.model.num_parameters():,} parameters, vocabulary {config.vocab_size:,}, "
         f"{len(blocks['train']) * data_args.block_size:,} training tokens, {tokens_per_step:,} tokens a step, "
         f"{args.world_size} process(es), {engine_name()}",
     )
@@ -147,7 +149,7 @@ def main() -> None:
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)
         if eval_args.sample_tokens:
-            results["sample"] = sample(model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
+            results["sample"] = sample(model, tokenizer, data_args.block_size, eval_args)
             say(args, f"\n{results['sample']}\n")
         if eval_args.lm_eval_tasks not in ([], ["none"]):
             results["lm_eval"] = score(model, tokenizer, eval_args)
@@ -189,10 +191,11 @@ def reload(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> str:
-    """A continuation of the prompt."""
-    context = model.config.n_positions
-    start = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+def sample(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, context: int, eval_args: EvaluationArguments
+) -> str:
+    """A continuation of the prompt, that and the prompt at most `context` tokens long."""
+    start = tokenizer(eval_args.sample_prompt)["input_ids"] or [tokenizer.eos_token_id]
     start = torch.tensor([start[-context // 2 :]], device=model.device)
     with torch.no_grad():
         ids = model.eval().generate(
@@ -200,7 +203,7 @@ def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: s
             attention_mask=torch.ones_like(start),
             do_sample=True,
             top_k=50,
-            max_new_tokens=min(tokens, context - start.shape[1]),
+            max_new_tokens=min(eval_args.sample_tokens, context - start.shape[1]),
             pad_token_id=tokenizer.eos_token_id,
         )
     return tokenizer.decode(ids[0], skip_special_tokens=True)

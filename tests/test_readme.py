@@ -54,4 +54,5 @@ def test_launch_commands_run(command, launch, tmp_path):
 
 def test_other_commands_of_the_readme_are_known():
     known = ("python3 -m venv", "accelerate launch", "python recipes/bench_step.py")
+    known += ("python recipes/import_checkpoint.py --checkpoint ",)  # by tests/recipes/test_import_checkpoint.py
     assert all(command.startswith(known) for command in COMMANDS)

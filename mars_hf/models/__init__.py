@@ -1,4 +1,4 @@
-"""Models as the authors of MARS train them.
+"""Models as the authors of MARS train them, and of any other architecture.
 
 The names below load on first use, so that importing this package does not import `transformers`.
 """
@@ -7,11 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mars_hf.models.architectures import build_model, configure, fit_to_data, load_config
     from mars_hf.models.gpt2 import build_gpt2, gpt2_config
 
-_HOME = {"build_gpt2": "mars_hf.models.gpt2", "gpt2_config": "mars_hf.models.gpt2"}
+_HOME = {
+    "build_gpt2": "mars_hf.models.gpt2",
+    "build_model": "mars_hf.models.architectures",
+    "configure": "mars_hf.models.architectures",
+    "fit_to_data": "mars_hf.models.architectures",
+    "gpt2_config": "mars_hf.models.gpt2",
+    "load_config": "mars_hf.models.architectures",
+}
 
-__all__ = ["build_gpt2", "gpt2_config"]
+__all__ = ["build_gpt2", "build_model", "configure", "fit_to_data", "gpt2_config", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

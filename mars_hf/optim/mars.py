@@ -64,7 +64,7 @@ class MARS(Step):
             `rule` (one of the names above) is taken as it is, with its own lr, betas and weight_decay;
             `mars_param_groups(model)` builds such groups, and knows the embeddings and Conv1D weights that mars-m,
             muon, moonlight and mars-shampoo must treat in a special way (`transposed=True` in a group of Conv1D
-            weights). Any argument below can be overridden in a group.
+            weights, `stacked=True` of experts). Any argument below can be overridden in a group.
         lr: learning rate of the matrices, per optimizer step; a float.
         betas: coefficients of the first and the second moment.
         eps: added to the denominator; in mars-shampoo to the Frobenius norm.
@@ -160,6 +160,7 @@ class MARS(Step):
             "ns_dtype": ns_dtype,
             "nesterov": nesterov,
             "transposed": False,
+            "stacked": False,
             "fused": fused,
         }
         # The memory of this process, which no state_dict, copy or pickle holds: they start without it.
@@ -249,6 +250,7 @@ class MARS(Step):
         super().load_state_dict(state_dict)
         for group, group_id in zip(self.param_groups, ids):
             group["group_id"] = group_id  # of this process, and older checkpoints have none
+            group.setdefault("stacked", False)  # nor this
             for name in _DTYPES:
                 if isinstance(group[name], str):
                     group[name] = getattr(torch, group[name])

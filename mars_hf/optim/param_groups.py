@@ -1,12 +1,12 @@
 """From parameters to param groups: which parameter gets which rule, learning rate and weight decay."""
 
-import sys
 import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
+from mars_hf.optim.roles import embeddings, roles
 from mars_hf.optim.rules import MATRIX_RULES, RULES
 from mars_hf.optim.sharding import whole_shape
 from mars_hf.optim.tensors import tensor_of
@@ -96,28 +96,6 @@ def split_by_rule(given: dict[str, Any], defaults: dict[str, Any]) -> Iterator[d
         yield {**values, **own, "rule": rule, "params": vectors}
 
 
-def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The embedding modules of a model and their names."""
-    return ((n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-
-
-def transposed_weights(model: nn.Module) -> set[int]:
-    """Ids of the weights of transformers' Conv1D, stored (in_features, out_features)."""
-    # A model can hold a Conv1D only where its module is loaded; importing it would tie the optimizer to transformers.
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    conv1d: Any = loaded.Conv1D if loaded else ()
-    return {id(m.weight) for m in model.modules() if isinstance(m, conv1d)}
-
-
-def output_head(model: nn.Module) -> set[int]:
-    """Ids of the weights of the output embeddings, where the model names them (`get_output_embeddings`)."""
-    # DistributedDataParallel and torch.compile hide the method of the model they wrap.
-    model = getattr(model, "module", getattr(model, "_orig_mod", model))
-    get: Any = getattr(model, "get_output_embeddings", None)
-    head = get() if get else None
-    return {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
-
-
 def mars_param_groups(
     model: nn.Module,
     *,
@@ -134,8 +112,10 @@ def mars_param_groups(
 ) -> list[dict[str, Any]]:
     """Param groups for `MARS`, routed by the module that owns each parameter.
 
-    The matrix rule (`mars_type`) goes to every parameter with ndim >= 2; for "mars-m", "muon" and "moonlight"
-    embeddings and the output head, tied or not, go to AdamW with the vectors. Frozen parameters are left out.
+    The matrix rule (`mars_type`) goes to every matrix; for "mars-m", "muon" and "moonlight" embeddings and the output
+    head, tied or not, go to AdamW with the vectors. `roles` says what counts as which: convolutions, experts, the gains
+    of norms, raw parameters. Experts are orthogonalised one by one; the clip of c takes the norm of all of them, which
+    are one tensor. Frozen parameters are left out.
 
     Weight decay without `decay_names` follows the authors' GPT-2 runs: `weight_decay` for matrices, 0 for embeddings,
     `weight_decay_1d` for vectors (for mars-m, muon and moonlight everything AdamW-ruled takes `weight_decay_1d`; for
@@ -153,11 +133,11 @@ def mars_param_groups(
         weight_decay_1d: weight decay of AdamW-ruled parameters; None: as in `MARS`, or by `decay_names`.
         decay_names: names, as of `model.named_parameters()`, of the parameters to decay (the Trainer's grouping is
             `trainer.get_decay_parameter_names(model)`); None: the authors' grouping.
-        head: the output head of a model without `get_output_embeddings()`.
+        head: the output head of a model that is not of transformers.
 
     Returns:
-        Groups with `rule`, `params`, `lr`, `betas`, `weight_decay`, `optimize_1d` and `transposed`, the matrix rule
-        first.
+        Groups with `rule`, `params`, `lr`, `betas`, `weight_decay`, `optimize_1d`, `transposed` and `stacked`, the
+        matrix rule first.
 
     Raises:
         ValueError: an unknown `mars_type`, a complex parameter, or an embedding with sparse gradients.
@@ -170,10 +150,8 @@ def mars_param_groups(
             raise ValueError(
                 f"model: embedding {name!r} has sparse=True, which MARS cannot update: build it with sparse=False"
             )
-    embedding_ids = {id(p) for _, m in embeddings(model) for p in m.parameters()}
-    head_ids = {id(p) for p in head.parameters()} if head is not None else output_head(model)
-    transposed_ids = transposed_weights(model)
-    to_adamw = embedding_ids | head_ids if mars_type in MATRICES_WITHOUT_EMBEDDINGS else set()
+    to_adamw = ("embedding", "head") if mars_type in MATRICES_WITHOUT_EMBEDDINGS else ()
+    by_id = roles(model, head)
     vectors = adamw_hyperparameters(
         mars_type,
         lr=lr,
@@ -189,19 +167,21 @@ def mars_param_groups(
             continue
         if p.is_complex():
             raise ValueError(f"model: parameter {name!r} is complex, which MARS cannot update: train its real view")
-        is_vector = len(whole_shape(p)) < 2
-        rule = vector_rule(mars_type, optimize_1d) if is_vector else "adamw" if id(p) in to_adamw else mars_type
-        adamw_ruled = (is_vector and not optimize_1d) or id(p) in to_adamw
+        role = by_id[id(p)]
+        is_vector = role.kind == "vector"
+        rule = vector_rule(mars_type, optimize_1d) if is_vector else "adamw" if role.kind in to_adamw else mars_type
+        adamw_ruled = (is_vector and not optimize_1d) or role.kind in to_adamw
         group = {
             "rule": rule,
             "optimize_1d": optimize_1d,
-            "transposed": rule in MATRIX_RULES and id(p) in transposed_ids,
+            "transposed": rule in MATRIX_RULES and role.transposed,
+            "stacked": rule in MATRIX_RULES and role.stacked,
             **(vectors if adamw_ruled else {"lr": lr, "betas": betas, "weight_decay": weight_decay}),
         }
         if decay_names is not None:
             if not (adamw_ruled and weight_decay_1d is not None):
                 group["weight_decay"] = weight_decay if name in decay_names else 0.0
-        elif id(p) in embedding_ids and not adamw_ruled:
+        elif role.kind == "embedding" and not adamw_ruled:
             group["weight_decay"] = 0.0
         key = tuple(group.values())
         groups.setdefault(key, {**group, "params": []})["params"].append(p)

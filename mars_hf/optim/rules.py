@@ -158,24 +158,28 @@ def lion_(params: Tensors, grads: Tensors, cs: Tensors, state: State, hyper: Hyp
 def orthogonalised(matrices: Tensors, hyper: Hyper) -> Tensors:
     """NS5(M) of whole matrices of one shape, as new tensors of that shape in `ns_dtype`.
 
-    A tensor with ndim > 2 counts as the matrix (first dimension, all others). rows = out_features, cols = in_features;
-    with `transposed` in `hyper` they are stored (in_features, out_features), as transformers' Conv1D stores them.
+    A tensor with ndim > 2 counts as the matrix (first dimension, all others), a kernel; with `stacked` in `hyper` as a
+    stack of matrices along its first dimension, the experts of a mixture. rows = out_features, cols = in_features; with
+    `transposed` they are stored (in_features, out_features), as transformers' Conv1D stores them.
     """
     shape, transposed = matrices[0].shape, hyper["transposed"]
     if shape.numel() >= NS_ALONE and len(matrices) > 1 and matrices[0].device.type == "cpu":
         return [u for matrix in matrices for u in orthogonalised([matrix], hyper)]
-    stack = torch.stack(matrices).flatten(2)
+    stack = torch.stack(matrices)
+    stack = stack.flatten(0, 1) if hyper["stacked"] else stack.flatten(2)
     eps = NS_EPS
     if hyper["rule"] == "mars-shampoo":
         # NS5(m / (1 - beta1)) with eps is NS5(m) with (1 - beta1) eps: this saves a division of every element.
         eps = hyper["eps"] * (1 - hyper["betas"][0])
     stack = newton_schulz(stack.mT if transposed else stack, steps=hyper["ns_steps"], eps=eps, dtype=hyper["ns_dtype"])
-    return [u.reshape(shape) for u in (stack.mT if transposed else stack)]
+    stack = stack.mT if transposed else stack
+    return list(stack.reshape(len(matrices), *shape))
 
 
 def matrix_factor(shape: Sequence[int], hyper: Hyper) -> float:
     """What NS5 is multiplied by, for a whole matrix of this shape, as `orthogonalised` describes it."""
-    rows, cols = shape[0], prod(shape[1:])
+    rows, *others = shape[1:] if hyper["stacked"] else shape
+    cols = prod(others)
     if hyper["transposed"]:
         rows, cols = cols, rows
     return spectral_factor(rows, cols) if hyper["rule"] in ("mars-shampoo", "muon") else rms_factor(rows, cols)

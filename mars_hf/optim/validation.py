@@ -36,7 +36,7 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay", "gamma"):
         non_negative(name, group[name])
     two_betas("betas", group["betas"])
-    for name in ("amsgrad", "is_approx", "optimize_1d", "memory_efficient", "nesterov", "transposed"):
+    for name in ("amsgrad", "is_approx", "optimize_1d", "memory_efficient", "nesterov", "transposed", "stacked"):
         if not isinstance(group[name], bool):
             raise ValueError(f"{name}={group[name]!r} must be True or False")
     if group["clip_c"] is not None:

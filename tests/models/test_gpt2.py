@@ -1,5 +1,6 @@
 """The authors' models: sizes, function, initial values, and an ordinary checkpoint."""
 
+import json
 import math
 import re
 import subprocess
@@ -152,6 +153,11 @@ def test_a_checkpoint_is_an_ordinary_gpt2(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(loaded) is type(model)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["architectures"] == ["GPT2LMHeadModel"] and "auto_map" not in settings, "a class that is not theirs"
+    for name, p in loaded.named_parameters():
+        if name.endswith(".bias"):
+            assert not p.any(), f"{name} is not 0 any more"
     ids = torch.randint(97, (2, 16))
     assert_close(loaded(ids).logits, model(ids).logits, atol=0, rtol=0)
 
