@@ -4,6 +4,7 @@
     accelerate launch recipes/pretrain_gpt2.py --dataset_path my_books/ --output_dir runs/books
     accelerate launch recipes/pretrain_gpt2.py --config recipes/configs/quickstart.yaml --optim mars_m
     accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/pretrain_gpt2.py
+    python recipes/pretrain_gpt2.py --config recipes/configs/gpt2_xl/mars_adamw.yaml --dry_run --processes 8
 
 Without --config the settings are those of recipes/configs/quickstart.yaml; every one of them can be overridden on the
 command line, and --help lists them all.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
@@ -26,6 +27,7 @@ from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
+from mars_hf.training.dry_run import PlanArguments, apply_global_batch, describe_run
 from mars_hf.training.engines import engine_name
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -73,10 +75,17 @@ class EvaluationArguments:
     sample_tokens: int = field(default=100, metadata={"help": "Tokens to sample; 0 for none."})
 
 
+ARGUMENTS = (DataArguments, ModelArguments, EvaluationArguments, PlanArguments, MARSTrainingArguments)
+
+
 def main() -> None:
-    data_args, model_args, eval_args, args = parse_config(
-        [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
-    )
+    data_args, model_args, eval_args, plan, args = parse_config(ARGUMENTS, default_config=QUICKSTART)
+    apply_global_batch(args, plan)
+    if plan.dry_run:
+        with torch.device("meta"):
+            model = build_gpt2(configuration(data_args, model_args), bias=model_args.bias)
+        say(args, describe_run(model, args, plan, data_args.block_size))
+        return
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -101,16 +110,7 @@ def main() -> None:
             tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
         blocks = pack(corpus, tokenizer, data_args.block_size)
 
-    sizes = {name: getattr(model_args, name) for name in ("n_layer", "n_head", "n_embd")}
-    config = gpt2_config(
-        model_args.model_size,
-        vocab_size=len(tokenizer),
-        n_positions=data_args.block_size,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **{name: size for name, size in sizes.items() if size is not None},
-    )
+    config = configuration(data_args, model_args, tokenizer)
     trainer = MARSTrainer(
         model=build_gpt2(config, bias=model_args.bias),
         args=args,
@@ -159,6 +159,21 @@ def main() -> None:
             f"model {final}, loss curve {curve}, all figures {report}",
         )
     trainer.accelerator.wait_for_everyone()
+
+
+def configuration(
+    data_args: DataArguments, model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None = None
+) -> GPT2Config:
+    """The model's configuration; without a tokenizer, before the corpus is read, one of the same size."""
+    if tokenizer is None:
+        named = data_args.tokenizer_name and AutoTokenizer.from_pretrained(data_args.tokenizer_name)
+        tokens: dict[str, Any] = {"vocab_size": len(named) if named else data_args.vocab_size}
+    else:
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        tokens = {"vocab_size": len(tokenizer), **ids}
+    sizes = {name: getattr(model_args, name) for name in ("n_layer", "n_head", "n_embd")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    return gpt2_config(model_args.model_size, n_positions=data_args.block_size, **tokens, **sizes)
 
 
 def say(args: MARSTrainingArguments, text: str) -> None:
