@@ -142,7 +142,7 @@ def _last_factor(optimizer: MARS, args: MARSTrainingArguments) -> float | None:
         optimizer,
         num_warmup_steps=args.get_warmup_steps(max(args.max_steps, 0)),
         num_training_steps=args.max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
     )
     return scheduler.lr_lambdas[0](args.max_steps) if isinstance(scheduler, LambdaLR) and args.max_steps > 0 else None
 
@@ -183,7 +183,7 @@ def _memory(model: nn.Module, optimizer: MARS, args: MARSTrainingArguments, proc
 
 
 def _disk(whole: Memory, args: MARSTrainingArguments) -> Iterator[str]:
-    folder = Path(args.output_dir).absolute()
+    folder = Path(str(args.output_dir)).absolute()
     written = 0
     if args.save_strategy == SaveStrategy.STEPS and args.max_steps > 0:
         # A fraction of 1 is one of all steps; the last step is saved in any case.

@@ -1,7 +1,7 @@
 """The memory of a run before it starts: what each process holds of weights, gradients and optimizer state."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -61,44 +61,7 @@ def run_memory(
     parts = 1 if engine in ("single", "ddp") else processes
     states = _states(groups, engine, parts)
 
-    def total(self) -> int:
-        return self.parameters + self.gradients + sum(self.states.values())
-
-
-def run_memory(
-    model: nn.Module, param_groups: Iterable[dict[str, Any]], *, engine: str, dtype: torch.dtype, processes: int
-) -> Memory:
-    """Counts what a process holds when it steps, between a backward pass and the next forward pass.
-
-    Not counted: activations, the half-precision copies of weights that autocast makes for a forward pass, the gathered
-    weights of the layer that FSDP2 or ZeRO-3 is at, communication buffers, and the temporaries of a step.
-
-    Args:
-        model: the model to train, on any device, meta too; only read.
-        param_groups: those of its `MARS` optimizer.
-        engine: one of `ENGINES`.
-        dtype: of the computation, float32, bfloat16 or float16. Only ZeRO keeps its weights and gradients in it.
-        processes: W, the number of processes; single takes 1.
-
-    Raises:
-        ValueError: an unknown engine, or not one process for single.
-    """
-    one_of("engine", engine, ENGINES)
-    if processes < 1 or (engine == "single" and processes != 1):
-        raise ValueError(f"processes={processes}: engine={engine!r} takes {'1' if engine == 'single' else '1 or more'}")
-    groups = list(param_groups)
-    trained = [p for group in groups for p in group["params"]]
-    everything = list(model.parameters())
-    states = Counter[str]()
-    exact = any(not group["is_approx"] for group in groups)
-    for group in groups:
-        for p in group["params"]:
-            elements = _share(p, engine, 1 if engine in ("single", "ddp") else processes)
-            states[group["rule"]] += _state_bytes(
-                group, elements, 4 if engine.startswith("zero") else p.itemsize, exact
-            )
-
-    def total(params: list[Tensor], itemsize: int | None = None, parts: int = parts) -> int:
+    def total(params: Sequence[Tensor], itemsize: int | None = None, parts: int = parts) -> int:
         """Bytes of one of `parts` shares of tensors; without `itemsize` in their own dtype."""
         return sum(_share(p, engine, parts) * (itemsize or p.itemsize) for p in params)
 
