@@ -13,8 +13,7 @@ from transformers import Trainer, get_scheduler
 from transformers.trainer_utils import SaveStrategy
 
 from mars_hf.optim import MARS
-from mars_hf.optim.validation import one_of
-from mars_hf.training.arguments import OPTIM_NAMES, MARSTrainingArguments
+from mars_hf.training.arguments import OPTIM_NAMES, MARSTrainingArguments, optim_name
 from mars_hf.training.memory import ENGINES, Memory, run_memory
 from mars_hf.training.trainer import mars_optimizer
 
@@ -51,9 +50,7 @@ def apply_global_batch(args: MARSTrainingArguments, plan: PlanArguments) -> None
             something else, or `processes` is below 1 or given for a run that trains.
     """
     if plan.processes is not None and (plan.processes < 1 or not plan.dry_run):
-        raise ValueError(
-            f"processes={plan.processes} plans a --dry_run for 1 or more; a run has as many as are launched"
-        )
+        raise ValueError(f"processes={plan.processes}: give it with --dry_run, 1 or more; a run has those launched")
     if plan.global_batch_size is None:
         return
     at_once = args.per_device_train_batch_size * _processes(args, plan)
@@ -84,7 +81,10 @@ def describe_run(model: nn.Module, args: MARSTrainingArguments, plan: PlanArgume
     Raises:
         ValueError: an optimizer that is not of this package, or as `mars_optimizer`.
     """
-    one_of("dry_run with optim", args.optim, OPTIM_NAMES)
+    if optim_name(args) not in OPTIM_NAMES:
+        raise ValueError(
+            f"optim={optim_name(args)!r}: dry_run knows mars_hf alone, AdamW is optim mars, mars_type adamw"
+        )
     # The Trainer's own grouping reads nothing of a Trainer.
     decay_names = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
     cls, arguments = mars_optimizer(args, model, decay_names, own_trainer=True)
