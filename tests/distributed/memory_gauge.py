@@ -1,4 +1,4 @@
-"""How much memory a process has in use, as the allocator of the C library counts it: torch on CPUs takes all of its there."""
+"""How much memory a process has in use, as the C library counts it: torch on CPUs takes all of its memory there."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks k
 
 
 class _MallocInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
 
 
 def bytes_in_use() -> int:
