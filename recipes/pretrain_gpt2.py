@@ -4,6 +4,7 @@
     accelerate launch recipes/pretrain_gpt2.py --dataset_path my_books/ --output_dir runs/books
     accelerate launch recipes/pretrain_gpt2.py --config recipes/configs/quickstart.yaml --optim mars_m
     accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/pretrain_gpt2.py
+    python recipes/pretrain_gpt2.py --config recipes/configs/gpt2_xl/mars_adamw.yaml --dry_run --processes 8
 
 Without --config the settings are those of recipes/configs/quickstart.yaml; every one of them can be overridden on the
 command line, and --help lists them all.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
@@ -26,6 +27,7 @@ from mars_hf.models import build_model, configure
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
+from mars_hf.training.dry_run import PlanArguments, apply_global_batch, describe_run
 from mars_hf.training.engines import engine_name
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -83,10 +85,18 @@ class EvaluationArguments:
     sample_tokens: int = field(default=100, metadata={"help": "Tokens to sample; 0 for none."})
 
 
+ARGUMENTS = (DataArguments, ModelArguments, EvaluationArguments, PlanArguments, MARSTrainingArguments)
+
+
 def main() -> None:
-    data_args, model_args, eval_args, args = parse_config(
-        [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
-    )
+    data_args, model_args, eval_args, plan, args = parse_config(ARGUMENTS, default_config=QUICKSTART)
+    apply_global_batch(args, plan)
+    if plan.dry_run:
+        with torch.device("meta"):
+            config = configuration(planned_vocabulary(data_args), data_args.block_size, model_args)
+            model = build_model(config, bias=model_args.bias)
+        say(args, describe_run(model, args, plan, data_args.block_size))
+        return
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -111,8 +121,7 @@ def main() -> None:
             tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
         blocks = pack(corpus, tokenizer, data_args.block_size)
 
-    architecture = ("model_size", "model_config", "model_overrides", "n_layer", "n_head", "n_embd")
-    config = configure(tokenizer, data_args.block_size, **{name: getattr(model_args, name) for name in architecture})
+    config = configuration(tokenizer, data_args.block_size, model_args)
     trainer = MARSTrainer(
         model=build_model(config, bias=model_args.bias),
         args=args,
@@ -161,6 +170,23 @@ def main() -> None:
             f"model {final}, loss curve {curve}, all figures {report}",
         )
     trainer.accelerator.wait_for_everyone()
+
+
+def configuration(
+    vocabulary: PreTrainedTokenizerBase | int, block_size: int, model_args: ModelArguments
+) -> PreTrainedConfig:
+    """The model's configuration."""
+    fields = ("model_size", "model_config", "model_overrides", "n_layer", "n_head", "n_embd")
+    return configure(vocabulary, block_size, **{name: getattr(model_args, name) for name in fields})
+
+
+def planned_vocabulary(data_args: DataArguments) -> int:
+    """The size of the vocabulary, before the corpus is read."""
+    return (
+        len(AutoTokenizer.from_pretrained(data_args.tokenizer_name))
+        if data_args.tokenizer_name
+        else data_args.vocab_size
+    )
 
 
 def say(args: MARSTrainingArguments, text: str) -> None:

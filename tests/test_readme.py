@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -42,7 +43,24 @@ def test_python_blocks_run(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS[2:] if c.startswith("accelerate launch")])
+# Eight GPUs for days: only planned here.
+PUBLISHED = [c for c in COMMANDS if "recipes/configs/gpt2_" in c]
+
+
+@pytest.mark.parametrize("command", PUBLISHED)
+def test_commands_of_published_runs_are_planned(command, root, tmp_path, monkeypatch, capsys):
+    options = command.split("pretrain_gpt2.py ")[1]
+    plan = "" if "--dry_run" in options else "--dry_run --processes 8"
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *shlex.split(options), *plan.split()])
+    runpy.run_path("recipes/pretrain_gpt2.py", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "491,520 tokens" in printed and "49,152,000,000 tokens" in printed, printed
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS[2:] if c.startswith("accelerate launch") and c not in PUBLISHED]
+)
 def test_launch_commands_run(command, launch, tmp_path):
     arguments = shlex.split(command)[2:]
     output = arguments.index("--output_dir")
@@ -53,6 +71,7 @@ def test_launch_commands_run(command, launch, tmp_path):
 
 
 def test_other_commands_of_the_readme_are_known():
-    known = ("python3 -m venv", "accelerate launch", "python recipes/bench_step.py")
+    assert len(PUBLISHED) == 3
+    known = ("python3 -m venv", "accelerate launch", "python recipes/bench_step.py", "python recipes/pretrain_gpt2.py")
     known += ("python recipes/import_checkpoint.py --checkpoint ",)  # by tests/recipes/test_import_checkpoint.py
     assert all(command.startswith(known) for command in COMMANDS)

@@ -58,7 +58,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
 
 
 def configure(
-    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: PreTrainedTokenizerBase | int,
     block_size: int,
     *,
     model_size: str = "small",
@@ -69,7 +69,7 @@ def configure(
     """The configuration that the settings of a run describe, fitted to its data.
 
     Args:
-        tokenizer: of the data.
+        vocabulary: the tokenizer of the data, or its number of tokens, which leaves special tokens as they are.
         block_size: tokens of a training sequence.
         model_size: see `gpt2_config`.
         model_config: see `load_config`; `model_size` and `sizes` do not apply then.
@@ -90,11 +90,15 @@ def configure(
     else:
         chosen = {name: size for name, size in sizes.items() if size is not None}
         config = gpt2_config(model_size, **{**chosen, **overrides})
-    return fit_to_data(config, tokenizer, block_size, vocab_size=overrides.get("vocab_size"))
+    return fit_to_data(config, vocabulary, block_size, vocab_size=overrides.get("vocab_size"))
 
 
 def fit_to_data(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, block_size: int, *, vocab_size: int | None = None
+    config: PreTrainedConfig,
+    vocabulary: PreTrainedTokenizerBase | int,
+    block_size: int,
+    *,
+    vocab_size: int | None = None,
 ) -> PreTrainedConfig:
     """Sets what the data decides: vocabulary, positions and special tokens.
 
@@ -104,7 +108,7 @@ def fit_to_data(
 
     Args:
         config: modified in place.
-        tokenizer: of the data.
+        vocabulary: see `configure`.
         block_size: tokens of a training sequence.
         vocab_size: the vocabulary to have instead.
 
@@ -114,15 +118,16 @@ def fit_to_data(
     Raises:
         ValueError: `vocab_size` is smaller than the tokenizer.
     """
-    tokens = len(tokenizer)
+    tokens = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
     if vocab_size is not None and vocab_size < tokens:
         raise ValueError(f"vocab_size={vocab_size:,} of the model is too small: the tokenizer has {tokens:,} tokens")
     is_padding = tokens <= config.vocab_size < 1.01 * tokens
     config.vocab_size = vocab_size or (config.vocab_size if is_padding else tokens)
     if hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = block_size
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+    if not isinstance(vocabulary, int):
+        config.bos_token_id, config.eos_token_id = vocabulary.bos_token_id, vocabulary.eos_token_id
+        config.pad_token_id = vocabulary.pad_token_id if vocabulary.pad_token_id != vocabulary.eos_token_id else None
     return config
 
 

@@ -28,7 +28,7 @@ from mars_hf.optim.rules import (
     scale_,
     squared_norms,
 )
-from mars_hf.optim.sharding import Sharding, divide
+from mars_hf.optim.sharding import Round, Sharding, divide
 
 # Bytes of parameters that go through all operations of a pass before the next ones do. On CPU a chunk and its gradient
 # and state stay in cache between the operations; on accelerators a chunk only bounds the temporaries.
@@ -196,16 +196,19 @@ class Update:
 
     def _orthogonalise_(self) -> None:
         """What a matrix rule does with the momentum."""
-        (params, grads, state), hyper, sharding = self.all, self.hyper, self.sharding
-        factors = [matrix_factor(shape, hyper) for shape in sharding.shapes(params)]
-        for work in divide(sharding.shapes(params), sharding.ranks):
-            where = work.where
-            exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
-            matrices = momenta([grads[i] for i in where], exp_avgs, hyper)
-            updates = sharding.on_whole_matrices(
-                matrices, work, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
-            )
-            add_updates_([params[i] for i in where], updates, hyper, [factors[i] for i in where])
+        for work in divide(self.sharding.shapes(self.all.params), self.sharding.ranks):
+            self._orthogonalise_round_(work)
+
+    def _orthogonalise_round_(self, work: Round) -> None:
+        """One round; a method, so that nothing of it is kept while the next one works."""
+        (params, grads, state), hyper, sharding, where = self.all, self.hyper, self.sharding, work.where
+        shapes = sharding.shapes(params)
+        exp_avgs = {"exp_avg": [state["exp_avg"][i] for i in where]}
+        matrices = momenta([grads[i] for i in where], exp_avgs, hyper)
+        updates = sharding.on_whole_matrices(
+            matrices, work, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
+        )
+        add_updates_([params[i] for i in where], updates, hyper, [matrix_factor(shapes[i], hyper) for i in where])
 
 
 def chunks(part: Part) -> Iterator[Chunk]:

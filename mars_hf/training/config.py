@@ -17,6 +17,9 @@ def parse_config(
 ) -> tuple[Any, ...]:
     """Fills dataclasses from `--config FILE.yaml` and command-line options, which win over the file.
 
+    A file may build on others, found from its own folder: with `base: size.yaml` or `base: [size.yaml, adamw.yaml]` it
+    has all their settings; of equal keys the later file's counts, and the file's own before all.
+
     Args:
         dataclass_types: the dataclasses to fill; each field is a key of the file and an option.
         args: the command line; None: that of the process.
@@ -26,18 +29,15 @@ def parse_config(
         One instance of each dataclass.
 
     Raises:
-        ValueError: an unknown key or option, with the nearest valid one, a file that cannot be read, or a value that
-            the dataclasses refuse.
+        ValueError: an unknown key or option, with the nearest valid one, a file that cannot be read or builds on
+            itself, or a value that the dataclasses refuse.
     """
     parser = HfArgumentParser(dataclass_types, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", help="YAML file with any of the settings below; options win over it.")
     given = list(sys.argv[1:] if args is None else args)
     known = {action.dest for action in parser._actions} - {"help", "config"}
     path = _config_option(given) or default_config
-    settings = {} if path is None else _read(Path(path))
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}{_nearest(str(key), known)}")
+    settings = {} if path is None else _read(Path(path), known)
     # `--help` shows the settings of the file, and null has no spelling on the command line.
     parser.set_defaults(**settings)
     for action in parser._actions:
@@ -76,14 +76,29 @@ def _config_option(args: list[str]) -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, known: set[str], below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The settings of a file and of those that it builds on; `below` are the files that build on this one."""
+    found_in = f", a base of {str(below[-1])!r}," if below else ""
     try:
         settings = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"config={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"config={str(path)!r}{found_in} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"config={str(path)!r} must hold `key: value` lines")
-    return settings
+        raise ValueError(f"config={str(path)!r}{found_in} must hold `key: value` lines")
+    bases = settings.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise ValueError(f"{path}: base={bases!r} must be the name of a YAML file or a list of names")
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}{_nearest(str(key), known | {'base'})}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        file = path.parent / base
+        if file.resolve() in [other.resolve() for other in (path, *below)]:
+            raise ValueError(f"{path}: base={base!r} builds on this file itself, remove it from one of them")
+        merged |= _read(file, known, (*below, path))
+    return merged | settings
 
 
 def _nearest(name: str, known: set[str], prefix: str = "") -> str:

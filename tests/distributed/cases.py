@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engines import ENGINES
+from engines import ENGINES, MEASURED_ENGINES
 
 # Both clips bite at some steps and tensors and not at others; `test_clips_bite` makes sure of it.
 MAX_GRAD_NORM, CLIP_C = 0.6, 0.1
@@ -38,6 +38,7 @@ class Case:
         model: arguments of `worker.build_model`.
         events: fields of `worker.Events`.
         reference: the case that one process trains for comparison; "" for this one.
+        measured: what a rank holds in memory is measured.
     """
 
     rule: str
@@ -45,6 +46,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     events: dict[str, Any] = field(default_factory=dict)
     reference: str = ""
+    measured: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -53,7 +55,8 @@ class Case:
     def job(self, name: str, engine: str) -> dict[str, Any]:
         """What the worker reads."""
         arguments = {"max_grad_norm": MAX_GRAD_NORM, **RULES[self.rule], **self.arguments}
-        return {"name": name, "engine": engine, "arguments": arguments, "model": self.model, "events": self.events}
+        facts = {"model": self.model, "events": self.events, "measured": self.measured}
+        return {"name": name, "engine": engine, "arguments": arguments, **facts}
 
 
 def _several(rules: tuple[str, ...], suffix: str, **fields: Any) -> dict[str, Case]:
@@ -100,10 +103,17 @@ for _name in OVERFLOWS:
     CASES[f"{_name}-lost"] = replace(_case, arguments={**_arguments, "max_steps": 9}, events={"lost_batch": 4})
 CASES |= LOW_PRECISION
 
+# Two million parameters, of which a byte each is far more than all else that a training keeps.
+_WIDE = {"model": {"n_embd": 300}, "measured": True}
+CASES["memory"] = Case("mars-adamw", {"max_steps": 2}, **_WIDE)
+CASES["memory-bf16"] = Case("mars-adamw", {"max_steps": 2, "bf16": True}, **_WIDE)
+
 
 def trains(engine: str, name: str) -> bool:
     """Whether an engine can train a case, and no other engine trains the very same."""
     case, (processes, stage) = CASES[name], (ENGINES[engine].processes, ENGINES[engine].stage)
+    if engine in MEASURED_ENGINES or case.measured:
+        return False
     if "zero_init" in case.model:
         return stage == 3 and processes == 2
     if "is_approx" in case.arguments and stage is not None:

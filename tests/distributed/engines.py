@@ -40,11 +40,13 @@ def zero(
     stage: int, processes: int = 2, *, offload: bool = False, accumulation: str | None = None, **options: Any
 ) -> Engine:
     """DeepSpeed ZeRO; `options` go into its section `zero_optimization`, `accumulation` is the dtype of that name."""
-    section = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, **options}
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET}
     if stage == 3:
-        del section["allgather_bucket_size"]
         section |= {"sub_group_size": BUCKET, "stage3_param_persistence_threshold": 0}
         section |= {"stage3_prefetch_bucket_size": BUCKET}
+    else:
+        section["allgather_bucket_size"] = BUCKET
+    section |= options
     if offload:
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config = {
@@ -82,3 +84,13 @@ ENGINES = {
     "zero2-3": zero(2, processes=3),
     "zero3-3": zero(3, processes=3),
 }
+
+# To measure memory by: few buckets for a larger model, and ZeRO-3 steps everything at once, DeepSpeed's default.
+_ROOMY = {"reduce_bucket_size": 50_000}
+MEASURED_ENGINES = {
+    "zero1-roomy": zero(1, allgather_bucket_size=50_000, **_ROOMY),
+    "zero2-roomy": zero(2, allgather_bucket_size=50_000, **_ROOMY),
+    "zero3-roomy": zero(3, sub_group_size=10**9, stage3_prefetch_bucket_size=50_000, **_ROOMY),
+    "zero2-3-roomy": zero(2, processes=3, allgather_bucket_size=50_000, **_ROOMY),
+}
+ENGINES |= MEASURED_ENGINES

@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.testing import assert_close
 from worker import build_model
 
+from mars_hf import MARS, mars_param_groups
+from mars_hf.training.memory import run_memory
+
 WORKER = Path(__file__).with_name("worker.py")
 
 needs_fp16 = pytest.mark.skipif(
@@ -37,6 +40,7 @@ class Result(NamedTuple):
     parameters: dict[str, Tensor]
     log: list[dict[str, float]]  # one entry for each step
     shortened: list[tuple[int, int]]  # at each step: tensors that the per-tensor clip left alone, that it shortened
+    bytes: int  # most memory in use between a backward pass and a step
 
 
 def launch(runs: list[Run], folder: Path) -> None:
@@ -77,7 +81,7 @@ def results(request, tmp_path_factory):
         )
         facts = json.loads((folder / f"{name}.json").read_text())
         steps = [entry for entry in facts["log"] if "loss" in entry]
-        return Result(load_file(folder / f"{name}.safetensors"), steps, facts["shortened"])
+        return Result(load_file(folder / f"{name}.safetensors"), steps, facts["shortened"], facts["bytes"])
 
     return result
 
@@ -182,3 +186,34 @@ def test_a_skipped_step_leaves_no_trace(results, runs):
     norms = [step["grad_norm"] for step in overflow.log]
     assert [math.isfinite(norm) for norm in norms] == [step != 4 for step in range(10)]
     assert_close(overflow.parameters, lost.parameters, rtol=0, atol=0)
+
+
+# Engine of the tests and launch file whose memory is estimated; the tests of --dry_run have the rest of the figures.
+MEASURED = {
+    "one": ("single", ["memory"]),
+    "ddp": ("ddp", ["memory-bf16"]),
+    "fsdp2": ("fsdp2", ["memory-bf16"]),
+    "zero1-roomy": ("zero1", ["memory", "memory-bf16"]),
+    "zero2-roomy": ("zero2", ["memory", "memory-bf16"]),
+    "zero3-roomy": ("zero3", ["memory", "memory-bf16"]),
+    "fsdp2-3": ("fsdp2", ["memory-bf16"]),
+    "zero2-3-roomy": ("zero2", ["memory-bf16"]),
+}
+
+
+@pytest.mark.parametrize("runs", [needs(Run(engine, name)) for engine in MEASURED for name in MEASURED[engine][1]])
+def test_a_rank_holds_what_was_estimated(results, runs):
+    """The estimate leaves out what does not grow with the model: batches, logits, buckets of 50,000 elements."""
+    (engine, case), (launch_file, _) = runs[0], MEASURED[runs[0].engine]
+    measured = results(runs[0]).bytes
+    if not measured:
+        pytest.skip("the C library does not tell what is in use")
+    model = build_model(**CASES[case].model)
+    groups = MARS(mars_param_groups(model, lr=1e-3), lr=1e-3).param_groups
+    dtype = torch.bfloat16 if "bf16" in case else torch.float32
+    memory = run_memory(model, groups, engine=launch_file, dtype=dtype, processes=ENGINES[engine].processes)
+    size = sum(p.numel() for group in groups for p in group["params"])
+    figures = f"{measured / size:.2f} bytes a parameter measured, {memory.total / size:.2f} estimated"
+    print(figures)  # pytest -rP shows it
+    # The smallest part of any estimate is 0.67 bytes a parameter: 16-bit gradients of a third of the model.
+    assert -0.05 < (measured - memory.total) / size < 0.6, f"{engine} {case}: {figures}"

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from engines import ENGINES, Engine
+from memory_gauge import MemoryGauge
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -108,7 +109,14 @@ class ClipWitness(TrainerCallback):
         self.shortened.append(counts)
 
 
-def build_model(folder: Path | None = None, *, bias: bool = False, frozen: Sequence[str] = (), zero_init: bool = False):
+def build_model(
+    folder: Path | None = None,
+    *,
+    bias: bool = False,
+    frozen: Sequence[str] = (),
+    zero_init: bool = False,
+    n_embd: int = SIZES["n_embd"],
+):
     """The test model: with the same arguments the same weights on every rank and in every launch.
 
     Args:
@@ -116,9 +124,10 @@ def build_model(folder: Path | None = None, *, bias: bool = False, frozen: Seque
         bias: biases train.
         frozen: names of parameters that do not train.
         zero_init: loaded by `from_pretrained`, which builds it in shards where the training arguments ask for ZeRO-3.
+        n_embd: its width.
     """
     torch.manual_seed(0)
-    model = build_gpt2(gpt2_config(**SIZES), bias=bias)
+    model = build_gpt2(gpt2_config(**{**SIZES, "n_embd": n_embd}), bias=bias)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if zero_init:
@@ -205,6 +214,23 @@ def whole(p: Tensor, trainer) -> Tensor:
 
 def run(case: dict, output: Path) -> None:
     """Trains one case and, on rank 0, writes what came of it."""
+    if case["measured"]:
+        train(case)  # what is imported on the way must not count
+        forget(dict(os.environ))
+    with MemoryGauge() as gauge:
+        trainer, witness = train(case)
+    check_engine(trainer, ENGINES[case["engine"]])
+    whole = whole_parameters(trainer)
+    if trainer.is_world_process_zero():
+        save_file(whole, output / f"{case['name']}.safetensors")
+        facts = {"log": trainer.state.log_history, "shortened": witness.shortened, "bytes": gauge.most}
+        (output / f"{case['name']}.json").write_text(json.dumps(facts))
+    if ENGINES[case["engine"]].stage is not None:
+        trainer.deepspeed.destroy()
+
+
+def train(case: dict) -> tuple[EventfulTrainer, ClipWitness]:
+    """Trains one case."""
     engine = ENGINES[case["engine"]]
     arguments = {**COMMON, **engine.arguments, **case["arguments"]}
     batch, rest = divmod(GLOBAL_BATCH, engine.processes * arguments.get("gradient_accumulation_steps", 1))
@@ -214,21 +240,14 @@ def run(case: dict, output: Path) -> None:
         args = MARSTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, **arguments)
         model = build_model(Path(folder), **case["model"])
         witness = ClipWitness()
-        callbacks = [witness] if engine.processes == 1 else []
+        callbacks = [witness] if engine.processes == 1 and not case["measured"] else []
         events = Events(**case["events"])
         trainer = EventfulTrainer(model=model, args=args, train_dataset=data(events.lost_batch), callbacks=callbacks)
         trainer.events = events
         if engine.bucket_view:
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
         trainer.train()
-    check_engine(trainer, engine)
-    whole = whole_parameters(trainer)
-    if trainer.is_world_process_zero():
-        save_file(whole, output / f"{case['name']}.safetensors")
-        facts = {"log": trainer.state.log_history, "shortened": witness.shortened}
-        (output / f"{case['name']}.json").write_text(json.dumps(facts))
-    if engine.stage is not None:
-        trainer.deepspeed.destroy()
+    return trainer, witness
 
 
 def forget(environment: dict[str, str]) -> None:

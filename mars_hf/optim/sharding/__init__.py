@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from mars_hf.optim.sharding.base import Sharding, divide, sum_over_ranks, whole_norms
+from mars_hf.optim.sharding.base import Round, Sharding, divide, sum_over_ranks, whole_norms
 from mars_hf.optim.sharding.groups import GroupTensors, layouts
 from mars_hf.optim.sharding.local import LocalTensors
 
 __all__ = [
     "GroupTensors",
     "LocalTensors",
+    "Round",
     "Sharding",
     "divide",
     "layouts",
