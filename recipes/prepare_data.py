@@ -7,19 +7,13 @@
 Killed, it goes on where it was when started again, and the files are the same to the byte.
 """
 
+import argparse
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from datasets import config as datasets_config
-from transformers import AutoTokenizer
-
-from mars_hf.data import load_text_corpus
-from mars_hf.data.prepare import TOKENS_PER_SHARD, check_space, prepare
 from mars_hf.evaluation.hub import require_hub
-from mars_hf.training.config import parse_config
 
 # Dataset on the hub, its configuration, and GPT-2 tokens to come.
 NAMED = {
@@ -31,44 +25,55 @@ NAMED = {
 NAMED_FRACTION = 0.0005
 
 
-@dataclass
-class PrepareArguments:
-    output_dir: str = field(metadata={"help": "Folder for the files, the manifest and the tokenizer."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": f"{', '.join(NAMED)}, or anything datasets.load_dataset takes."}
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", required=True, help="folder for the files, the manifest and the tokenizer")
+    parser.add_argument("--dataset_name", help=f"{', '.join(NAMED)}, or anything datasets.load_dataset takes")
+    parser.add_argument("--dataset_config", help="configuration of dataset_name")
+    parser.add_argument("--dataset_path", help="local .txt, .md, .jsonl, .parquet or .csv: a file, a folder or a glob")
+    parser.add_argument("--text_column", default="text", help="column that holds the documents")
+    parser.add_argument(
+        "--validation_fraction",
+        type=float,
+        help=f"share held out where no split is; default: {NAMED_FRACTION} of the corpora above, otherwise 0.1",
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of dataset_name."})
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local .txt, .md, .jsonl, .parquet or .csv: a file, a folder or a glob."}
+    parser.add_argument("--validation_split", help="split to evaluate on")
+    parser.add_argument("--tokenizer_name", default="gpt2", help="tokenizer on the hub or in a folder; default: gpt2")
+    parser.add_argument(
+        "--format",
+        default="nanogpt",
+        choices=["nanogpt", "shards"],
+        help="nanogpt (default): train.bin and val.bin; shards: fineweb_train_000001.bin, ...",
     )
-    text_column: str = field(default="text", metadata={"help": "Column that holds the documents."})
-    validation_fraction: float | None = field(
-        default=None,
-        metadata={"help": f"Share held out where no split is. Default: {NAMED_FRACTION} by name, otherwise 0.1."},
-    )
-    validation_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
-    tokenizer_name: str = field(default="gpt2", metadata={"help": "Tokenizer on the hub or in a folder."})
-    format: Literal["nanogpt", "shards"] = field(
-        default="nanogpt", metadata={"help": "nanogpt: train.bin and val.bin. shards: fineweb_train_000001.bin, ..."}
-    )
-    tokens_per_shard: int = field(default=TOKENS_PER_SHARD, metadata={"help": "Tokens of a shard but the last."})
-    num_proc: int | None = field(default=None, metadata={"help": "Processes. Default: the cores."})
-    seed: int = field(default=42, metadata={"help": "Seed of the choice of documents to hold out."})
+    parser.add_argument("--tokens_per_shard", type=int, default=100_000_000, help="tokens of a shard but the last")
+    parser.add_argument("--num_proc", type=int, help="processes; default: the cores")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the choice of documents to hold out")
+    return parser.parse_args()
 
 
 def main() -> None:
-    (args,) = parse_config([PrepareArguments])
+    args = parse_args()
     name, config = args.dataset_name, args.dataset_config
-    fraction = args.validation_fraction
+    fraction, tokens = args.validation_fraction, 0.0
     if name in NAMED:
         name, known_config, tokens = NAMED[name]
         config = config or known_config
         fraction = NAMED_FRACTION if fraction is None else fraction
+    if name is not None and not Path(name).is_dir():
+        require_hub(f"dataset_name={name!r}", "--dataset_path FILES that you have")
+    if not Path(args.tokenizer_name).is_dir():
+        require_hub(f"tokenizer_name={args.tokenizer_name!r}", "--tokenizer_name FOLDER with a tokenizer.json")
+
+    # Only now, so that what is wrong with the command line is said at once.
+    from datasets import config as datasets_config
+
+    from mars_hf.data import load_text_corpus
+    from mars_hf.data.prepare import check_space, prepare
+
+    if tokens:
         # Before hours of download. About 4.5 bytes of text a token; twice 2 bytes a token while files are joined.
         check_space(Path(args.output_dir), 4 * tokens, "for the tokens and the parts they are joined from")
         check_space(Path(datasets_config.HF_DATASETS_CACHE), 4.5 * tokens, "for the text (HF_HOME moves it)")
-    if name is not None and not Path(name).is_dir():
-        require_hub(f"dataset_name={name!r}", "--dataset_path FILES that you have")
     tokenizer = load_tokenizer(args.tokenizer_name)
     choice: dict[str, Any] = {
         "dataset_name": name,
@@ -94,9 +99,9 @@ def main() -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer, or one line on what to do."""
-    if not Path(name).is_dir():
-        require_hub(f"tokenizer_name={name!r}", "--tokenizer_name FOLDER with a tokenizer.json")
+    """The tokenizer, or one line on what is wrong with it."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
