@@ -234,4 +234,5 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        sys.exit(f"{Path(__file__).name}: {error}")
+        # An error in a data loader worker comes with its traceback.
+        sys.exit(f"{Path(__file__).name}: {str(error).strip().splitlines()[-1].removeprefix('ValueError: ')}")

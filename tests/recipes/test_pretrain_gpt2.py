@@ -162,3 +162,83 @@ def test_other_corpora(kind, root, tmp_path, corpus):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def tokens(root, tmp_path_factory, corpus):
+    """The corpus as files of tokens, with the tokenizer beside them."""
+    from mars_hf.data import load_text_corpus, train_tokenizer
+    from mars_hf.data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("tokens")
+    texts = load_text_corpus(dataset_path=corpus)
+    train_tokenizer(texts["train"]["text"], 512).save_pretrained(folder / "mine")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "mine")
+    prepare(texts, tokenizer, folder / "shards", source={}, format="shards", tokens_per_shard=20_000)
+    return folder
+
+
+def pretrain(root, output, *options, steps=12):
+    settings = SHORT.replace("--max_steps 12", f"--max_steps {steps}").split()
+    command = [sys.executable, RECIPE, "--output_dir", str(output), *settings, *options]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+def test_files_of_tokens_with_the_tokenizer_beside_them(root, tokens, tmp_path):
+    options = ["--dataset_path", str(tokens / "shards"), "--max_eval_blocks", "20", "--lm_eval_tasks", "none"]
+    done = pretrain(root, tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    assert "vocabulary 512" in done.stdout and "training tokens in 3 file(s)" in done.stdout, done.stdout
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["eval_loss"] < 6.1 and results["sample"].startswith("It is a truth")
+    # Two to three bytes a token, as in the text.
+    assert 2 < results["eval_loss"] / 0.6931471805599453 / results["bits_per_byte"] < 3
+    done = pretrain(root, tmp_path / "on", *options, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-6"))
+    assert done.returncode == 0, done.stderr
+    left, right = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("run", "on"))
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_files_of_tokens_without_a_tokenizer(root, tokens, tmp_path):
+    """A glob; the passes are counted by num_train_epochs; a token out of the vocabulary is one line, workers or not."""
+    import numpy as np
+
+    from mars_hf.data import read_tokens, write_tokens
+
+    written = read_tokens(tokens / "shards" / "fineweb_train_000001.bin")[:10_000].astype(np.int64)
+    written[9_000] = 600
+    write_tokens(tmp_path / "train.bin", written)
+    write_tokens(tmp_path / "val.bin", written[:500])
+    options = ["--dataset_path", str(tmp_path / "*.bin"), "--dataloader_num_workers", "1", "--num_train_epochs", "0.9"]
+    done = pretrain(root, tmp_path / "run", *options, steps=-1)
+    assert done.returncode == 1
+    assert "tokenizer_name=None: sampling and lm-eval need the tokenizer of the files" in done.stderr, done.stderr
+    options += TRAINING_ONLY.split()
+    done = pretrain(root, tmp_path / "run", *options, "--vocab_size", "600", steps=-1)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"pretrain_gpt2.py: {tmp_path}/train.bin: token 600 at byte 18000 is out of"), done.stderr
+    done = pretrain(root, tmp_path / "run", *options, "--vocab_size", "640", steps=-1)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    # 208 blocks of 48, 8 a step: 0.9 passes are 187.
+    assert results["settings"]["steps"] == 23
+    assert "bits_per_byte" not in results and "sample" not in results
+
+
+def test_streaming(root, tokens, tmp_path, corpus):
+    rows = [{"text": text} for text in corpus.read_text().split("\n\n") if text.strip()]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--streaming", "true", "--dataset_name", str(folder), "--validation_documents", "50"]
+    done = pretrain(root, tmp_path / "run", *options)
+    assert done.returncode == 1
+    assert "streaming=True" in done.stderr and "tokenizer_name=None" in done.stderr, done.stderr
+    options += ["--tokenizer_name", str(tokens / "mine"), "--max_eval_blocks", "20", "--lm_eval_tasks", "none"]
+    done = pretrain(root, tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["eval_loss"] < 6.1 and results["sample"].startswith("It is a truth")
+    assert (tmp_path / "run" / "checkpoint-6" / "stream.json").is_file()
