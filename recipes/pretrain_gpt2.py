@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pretraining_data import load_data
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
-from mars_hf.data import causal_collator, count_bytes, load_text_corpus, pack, train_tokenizer
+from mars_hf.data import causal_collator, count_bytes
 from mars_hf.models import build_model, configure
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
@@ -40,16 +41,36 @@ class DataArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of dataset_name."})
     dataset_path: str | None = field(
-        default=None, metadata={"help": "Local .txt, .md, .jsonl, .parquet or .csv: a file, a folder or a glob."}
+        default=None,
+        metadata={
+            "help": "Local .txt, .md, .jsonl, .parquet or .csv, or .bin files of tokens (prepare_data.py, nanoGPT, "
+            "fineweb_*): a file, a folder or a glob."
+        },
     )
     text_column: str = field(default="text", metadata={"help": "Column that holds the documents."})
     validation_fraction: float = field(default=0.1, metadata={"help": "Share held out where no split is."})
     validation_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer on the hub or in a folder. Default: one trained on the corpus."}
+        default=None,
+        metadata={
+            "help": "Tokenizer on the hub or in a folder. Default: one trained on the corpus; for .bin files the one "
+            "beside them, or none."
+        },
     )
-    vocab_size: int = field(default=2048, metadata={"help": "Tokens of the tokenizer trained on the corpus."})
+    vocab_size: int = field(
+        default=2048,
+        metadata={"help": "Tokens of the tokenizer trained on the corpus, or of .bin files without a tokenizer."},
+    )
     block_size: int = field(default=1024, metadata={"help": "Tokens of a training sequence."})
+    max_eval_blocks: int | None = field(
+        default=None, metadata={"help": "Blocks of .bin files or of a stream to evaluate on. Default: all."}
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read and tokenise while training; needs tokenizer_name and max_steps."}
+    )
+    validation_documents: int = field(
+        default=1000, metadata={"help": "First documents of a stream, held out where it has no validation split."}
+    )
 
 
 @dataclass
@@ -105,36 +126,25 @@ def main() -> None:
     resume = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, args.max_steps)
     set_seed(args.seed)
 
-    with args.main_process_first(desc="preparing the corpus"):
-        corpus = load_text_corpus(
-            dataset_name=data_args.dataset_name,
-            dataset_config=data_args.dataset_config,
-            dataset_path=data_args.dataset_path,
-            text_column=data_args.text_column,
-            validation_fraction=data_args.validation_fraction,
-            validation_split=data_args.validation_split,
-            seed=args.seed,
-        )
-        if data_args.tokenizer_name:
-            tokenizer = AutoTokenizer.from_pretrained(data_args.tokenizer_name)
-        else:
-            tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
-        blocks = pack(corpus, tokenizer, data_args.block_size)
+    wanted = [task for task in eval_args.lm_eval_tasks if task != "none"]
+    data = load_data(data_args, args, resume, needs_tokenizer=bool(wanted or eval_args.sample_tokens))
+    tokenizer = data.tokenizer
 
-    config = configuration(tokenizer, data_args.block_size, model_args)
+    config = configuration(data.vocabulary, data_args.block_size, model_args)
     trainer = MARSTrainer(
         model=build_model(config, bias=model_args.bias),
         args=args,
-        train_dataset=blocks["train"],
-        eval_dataset=blocks["validation"],
+        train_dataset=data.train,
+        eval_dataset=data.validation,
         data_collator=causal_collator,
         processing_class=tokenizer,
+        callbacks=data.callbacks,
     )
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
         args,
         f"{config.model_type}, {trainer.model.num_parameters():,} parameters, vocabulary {config.vocab_size:,}, "
-        f"{len(blocks['train']) * data_args.block_size:,} training tokens, {tokens_per_step:,} tokens a step, "
+        f"{data.described}, {tokens_per_step:,} tokens a step, "
         f"{args.world_size} process(es), {engine_name()}",
     )
     chosen = {name: getattr(args, name) for name in ("optim", "mars_type", "learning_rate", "is_approx", "mars_fused")}
@@ -148,7 +158,8 @@ def main() -> None:
         say(args, f"\nInterrupted. Last checkpoint: {last}. To resume: {how}.")
         sys.exit(130)
 
-    results = {**perplexity(trainer, count_bytes(blocks["validation"], tokenizer)), "settings": chosen}
+    predicted_bytes = count_bytes(data.validation, tokenizer) if tokenizer else None
+    results = {**perplexity(trainer, predicted_bytes), "settings": chosen}
     results["settings"]["steps"] = trainer.state.global_step
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
@@ -160,14 +171,14 @@ def main() -> None:
         if eval_args.sample_tokens:
             results["sample"] = sample(model, tokenizer, data_args.block_size, eval_args)
             say(args, f"\n{results['sample']}\n")
-        if eval_args.lm_eval_tasks not in ([], ["none"]):
+        if wanted:
             results["lm_eval"] = score(model, tokenizer, eval_args)
         report.write_text(json.dumps(results, indent=2))
         say(
             args,
-            f"\nevaluation loss {results['eval_loss']:.4f} nats a token, perplexity {results['perplexity']:.2f}, "
-            f"{results['bits_per_byte']:.4f} bits per byte\n"
-            f"model {final}, loss curve {curve}, all figures {report}",
+            f"\nevaluation loss {results['eval_loss']:.4f} nats a token, perplexity {results['perplexity']:.2f}"
+            + (f", {results['bits_per_byte']:.4f} bits per byte\n" if tokenizer else "\n")
+            + f"model {final}, loss curve {curve}, all figures {report}",
         )
     trainer.accelerator.wait_for_everyone()
 
@@ -195,19 +206,18 @@ def say(args: MARSTrainingArguments, text: str) -> None:
         print(text, flush=True)
 
 
-def perplexity(trainer: MARSTrainer, predicted_bytes: int) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte of the validation blocks, all of equal length."""
+def perplexity(trainer: MARSTrainer, predicted_bytes: int | None) -> dict[str, Any]:
+    """Loss, perplexity and, where the bytes are known, bits per byte of the validation blocks, all of equal length."""
     from mars_hf.evaluation import load_metric
 
     loss = trainer.evaluate()["eval_loss"]
     blocks = trainer.eval_dataset
     tokens = len(blocks) * (len(blocks[0]["input_ids"]) - 1)
     nll = {"negative_log_likelihoods": [loss * tokens]}
-    return {
-        "eval_loss": loss,
-        **load_metric("perplexity").compute(**nll, tokens=[tokens]),
-        **load_metric("bits_per_byte").compute(**nll, bytes=[predicted_bytes]),
-    }
+    scores = {"eval_loss": loss, **load_metric("perplexity").compute(**nll, tokens=[tokens])}
+    if predicted_bytes is not None:
+        scores |= load_metric("bits_per_byte").compute(**nll, bytes=[predicted_bytes])
+    return scores
 
 
 def reload(folder: Path) -> torch.nn.Module:
@@ -255,4 +265,5 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        sys.exit(f"{Path(__file__).name}: {error}")
+        # An error in a data loader worker comes with its traceback.
+        sys.exit(f"{Path(__file__).name}: {str(error).strip().splitlines()[-1].removeprefix('ValueError: ')}")

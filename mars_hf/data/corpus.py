@@ -2,7 +2,8 @@
 
 import glob
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,12 @@ def load_text_corpus(
             raise ValueError(
                 f"validation_split={validation_split!r} needs a dataset with splits, {source} is plain text"
             )
-        documents = _text_only(splits, text_column, source)
+        documents = text_only(splits, text_column, source)
         cut = {"fraction": validation_fraction}
         corpus = DatasetDict(train=documents.map(_start, fn_kwargs=cut), validation=documents.map(_end, fn_kwargs=cut))
     else:
         parts = _parts(splits, validation_split, source)
-        parts = DatasetDict({name: _text_only(part, text_column, source) for name, part in parts.items()})
+        parts = DatasetDict({name: text_only(part, text_column, source) for name, part in parts.items()})
         corpus = parts if "validation" in parts else _split_documents(parts["train"], validation_fraction, seed)
 
     for name, split in corpus.items():
@@ -100,9 +101,22 @@ def load_text_corpus(
 
 
 def _load(source: str, loader: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a loader of `datasets`, whose errors span many lines and often hide the cause."""
-    try:
+    with read_errors(source):
         return loader(*args, **kwargs)
+
+
+@contextmanager
+def read_errors(source: str) -> Iterator[None]:
+    """Makes one line of the errors of `datasets`, which span many and often hide the cause.
+
+    Args:
+        source: the argument and its value, as the error names it.
+
+    Raises:
+        ValueError: whatever went wrong inside.
+    """
+    try:
+        yield
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         reason = (str(cause).splitlines() or [type(cause).__name__])[0]
@@ -138,7 +152,17 @@ def _load_path(source: str, path: Path) -> Dataset | DatasetDict:
     return DatasetDict(train=_load(source, reader, files))
 
 
-def _text_only(data: Dataset, text_column: str, source: str) -> Dataset:
+def text_only(data: Any, text_column: str, source: str) -> Any:
+    """A dataset or stream with the documents as its one column "text".
+
+    Args:
+        data: one split, a Dataset or an IterableDataset.
+        text_column: column with the documents.
+        source: the argument and its value, as the error names it.
+
+    Raises:
+        ValueError: no such column, or one without text.
+    """
     if text_column not in data.column_names:
         nearest = get_close_matches(text_column, data.column_names, n=1, cutoff=0)
         raise ValueError(

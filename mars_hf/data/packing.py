@@ -10,6 +10,8 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from mars_hf.data.bins import TokenBlocks
+
 # Documents can be whole books, and a token takes over 100 bytes while it is between `tokenizers` and disk.
 DOCUMENTS_PER_BATCH = 64
 TOKENS = Features({"input_ids": List(Value("int32"))})
@@ -64,7 +66,7 @@ def causal_collator(examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Te
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-def count_bytes(blocks: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+def count_bytes(blocks: Dataset | TokenBlocks, tokenizer: PreTrainedTokenizerBase) -> int:
     """Counts the UTF-8 bytes of the text that a model predicts in packed blocks.
 
     Bits per byte, comparable between tokenizers, is
@@ -76,7 +78,7 @@ def count_bytes(blocks: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     of each block is decoded and measured, which can lose a space at its start.
 
     Args:
-        blocks: One split as `pack` returns it.
+        blocks: One split as `pack` returns it, or blocks of files of tokens.
         tokenizer: The tokenizer it was packed with.
 
     Returns:
@@ -85,11 +87,14 @@ def count_bytes(blocks: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     Raises:
         ValueError: No column "input_ids".
     """
-    if "input_ids" not in blocks.column_names:
+    if not isinstance(blocks, TokenBlocks) and "input_ids" not in blocks.column_names:
         raise ValueError(
             f"blocks has no column 'input_ids' (seen: {', '.join(blocks.column_names)}): pass what pack gives"
         )
-    batches = (batch["input_ids"][:, 1:] for batch in blocks.with_format("numpy").iter(batch_size=1000))
+    if isinstance(blocks, TokenBlocks):
+        batches = (batch[:, 1:] for batch in blocks.batches())
+    else:
+        batches = (batch["input_ids"][:, 1:] for batch in blocks.with_format("numpy").iter(batch_size=1000))
     lengths = _byte_lengths(tokenizer)
     if lengths is not None:
         return sum(int(lengths[predicted].sum()) for predicted in batches)
@@ -105,7 +110,7 @@ def _pack(
             f"{split} has no column 'text' (seen: {', '.join(data.column_names)}): rename_column gives it one"
         )
     documents = data.map(
-        _tokenise,
+        tokenise,
         batched=True,
         batch_size=DOCUMENTS_PER_BATCH,
         fn_kwargs={"tokenizer": tokenizer},
@@ -126,7 +131,13 @@ def _pack(
     return blocks.with_format("torch")
 
 
-def _tokenise(texts: list[str | None], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+def tokenise(texts: list[str | None], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    """Token ids of documents, each followed by the eos token; empty ones are left out.
+
+    Args:
+        texts: documents.
+        tokenizer: any with an eos token.
+    """
     texts = [text for text in texts if text]
     if not texts:
         return {"input_ids": []}

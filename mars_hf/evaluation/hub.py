@@ -18,9 +18,11 @@ def hub_reachable() -> bool:
     Returns:
         False if an offline variable is set or the Hub did not answer.
     """
-    if any(os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"} for name in OFFLINE_VARIABLES):
-        return False
-    return _hub_answers()
+    return not _offline() and _hub_answers()
+
+
+def _offline() -> bool:
+    return any(os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"} for name in OFFLINE_VARIABLES)
 
 
 @functools.cache
@@ -40,3 +42,20 @@ def _hub_answers() -> bool:
     thread.start()
     thread.join(PATIENCE)
     return bool(answers) and answers[0]
+
+
+def require_hub(wanted: str, way_out: str) -> None:
+    """Refuses at once what the Hub would be asked for in vain.
+
+    Args:
+        wanted: the argument and its value, as the error names it.
+        way_out: what to give instead.
+
+    Raises:
+        ValueError: the Hub does not answer. With an offline variable set, nothing is raised: the cache may hold it.
+    """
+    if not _offline() and not _hub_answers():
+        raise ValueError(
+            f"{wanted} is looked for on the Hugging Face Hub, which does not answer: give {way_out}, set "
+            "HF_HUB_OFFLINE=1 if it is in the cache, or HF_ENDPOINT to a mirror"
+        )

@@ -122,7 +122,7 @@ def test_the_schedule_ends_at_min_lr_and_lr_1d_in_proportion(planned, size, opti
 
 
 def test_fineweb_edu_is_the_same_run_on_other_data(planned):
-    ours = ["--dataset_path", "data/fineweb_edu", "--output_dir", "runs/fineweb_edu"]
+    ours = ["--dataset_path", "data/fineweb-edu-100bt", "--output_dir", "runs/fineweb_edu"]
     (data, args, _), (same_data, same_args, _) = planned("small", "mars_adamw", *ours), planned("small", "mars_adamw")
     different = {name for name, value in vars(data).items() if value != vars(same_data)[name]}
     assert different == {"dataset_path"}
