@@ -12,18 +12,20 @@ command line, and --help lists them all.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
-from mars_hf.data import causal_collator, count_bytes, load_text_corpus, pack, train_tokenizer
+from mars_hf.data import causal_collator, corpus_tokenizer, count_bytes, load_text_corpus, pack
 from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
+from mars_hf.training.callbacks import TrainingCost
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
 from mars_hf.training.engines import engine_name
@@ -44,7 +46,10 @@ class DataArguments:
     validation_fraction: float = field(default=0.1, metadata={"help": "Share held out where no split is."})
     validation_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer on the hub or in a folder. Default: one trained on the corpus."}
+        default=None,
+        metadata={
+            "help": "Tokenizer on the hub or in a folder, or characters: one token each. Default: one trained on the corpus."
+        },
     )
     vocab_size: int = field(default=2048, metadata={"help": "Tokens of the tokenizer trained on the corpus."})
     block_size: int = field(default=1024, metadata={"help": "Tokens of a training sequence."})
@@ -73,9 +78,12 @@ class EvaluationArguments:
     sample_tokens: int = field(default=100, metadata={"help": "Tokens to sample; 0 for none."})
 
 
-def main() -> None:
+def main(options: Sequence[str] | None = None) -> None:
+    """Runs the recipe with these command-line options; None: those of the process."""
     data_args, model_args, eval_args, args = parse_config(
-        [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments], default_config=QUICKSTART
+        [DataArguments, ModelArguments, EvaluationArguments, MARSTrainingArguments],
+        options,
+        default_config=QUICKSTART,
     )
     if args.device.type == "cpu":
         # accelerate launch leaves one thread to each process, whatever the machine has.
@@ -95,10 +103,7 @@ def main() -> None:
             validation_split=data_args.validation_split,
             seed=args.seed,
         )
-        if data_args.tokenizer_name:
-            tokenizer = AutoTokenizer.from_pretrained(data_args.tokenizer_name)
-        else:
-            tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
+        tokenizer = corpus_tokenizer(data_args.tokenizer_name, corpus["train"]["text"], data_args.vocab_size)
         blocks = pack(corpus, tokenizer, data_args.block_size)
 
     sizes = {name: getattr(model_args, name) for name in ("n_layer", "n_head", "n_embd")}
@@ -111,6 +116,7 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id,
         **{name: size for name, size in sizes.items() if size is not None},
     )
+    cost = TrainingCost()
     trainer = MARSTrainer(
         model=build_gpt2(config, bias=model_args.bias),
         args=args,
@@ -118,6 +124,7 @@ def main() -> None:
         eval_dataset=blocks["validation"],
         data_collator=causal_collator,
         processing_class=tokenizer,
+        callbacks=[cost],
     )
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
@@ -138,7 +145,8 @@ def main() -> None:
         sys.exit(130)
 
     results = {**perplexity(trainer, count_bytes(blocks["validation"], tokenizer)), "settings": chosen}
-    results["settings"]["steps"] = trainer.state.global_step
+    results["settings"] |= {"steps": trainer.state.global_step, "tokens_per_step": tokens_per_step}
+    results |= {"cost": cost.report(), "history": trainer.state.log_history}
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
     if args.should_save:

@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mars_hf.data.corpus import load_text_corpus
     from mars_hf.data.packing import causal_collator, count_bytes, pack
-    from mars_hf.data.tokenizer import train_tokenizer
+    from mars_hf.data.tokenizer import character_tokenizer, corpus_tokenizer, train_tokenizer
 
 _HOME = {
     "causal_collator": "mars_hf.data.packing",
+    "character_tokenizer": "mars_hf.data.tokenizer",
+    "corpus_tokenizer": "mars_hf.data.tokenizer",
     "count_bytes": "mars_hf.data.packing",
     "load_text_corpus": "mars_hf.data.corpus",
     "pack": "mars_hf.data.packing",
     "train_tokenizer": "mars_hf.data.tokenizer",
 }
 
-__all__ = ["causal_collator", "count_bytes", "load_text_corpus", "pack", "train_tokenizer"]
+__all__ = [
+    "causal_collator",
+    "character_tokenizer",
+    "corpus_tokenizer",
+    "count_bytes",
+    "load_text_corpus",
+    "pack",
+    "train_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:

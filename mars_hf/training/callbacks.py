@@ -1,7 +1,11 @@
 """What MARSTrainer logs besides what the Trainer does."""
 
+import resource
+import sys
+import time
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from mars_hf.optim import MARS
@@ -34,3 +38,53 @@ class VarianceMetrics(TrainerCallback):
     def read(self) -> dict[str, float]:
         """The metrics of the steps that were measured since the last call, under the names that are logged."""
         return {f"mars/{name}": value for name, value in self.metrics.read().items()}
+
+
+class TrainingCost(TrainerCallback):
+    """Measures what a run costs: seconds, memory, state of the optimizer.
+
+    Every row of the log history gets "elapsed_seconds", the seconds spent in optimizer steps so far: evaluation,
+    checkpoints and the start are left out. A resumed run counts on from the row before.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.state_bytes = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts to count, or counts on from the checkpoint."""
+        self.seconds = max((row.get("elapsed_seconds", 0.0) for row in state.log_history), default=0.0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the clock, before the forward pass of the first micro-batch."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stops the clock, after the update."""
+        self.seconds += time.perf_counter() - self._started
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Adds the seconds to the row just logged."""
+        state.log_history[-1]["elapsed_seconds"] = self.seconds
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Measures the state while the optimizer is there."""
+        entries = optimizer.state.values() if optimizer is not None else ()
+        tensors = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
+        self.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def report(self) -> dict[str, float]:
+        """Seconds in optimizer steps, and in bytes of this process the optimizer's state and the peak memory.
+
+        The peak is that of the accelerator's allocator, or on CPU of the whole process, libraries included.
+        """
+        if torch.accelerator.is_available():
+            peak = torch.accelerator.max_memory_allocated()
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {
+            "training_seconds": self.seconds,
+            "optimizer_state_bytes": self.state_bytes,
+            "peak_memory_bytes": peak,
+        }
