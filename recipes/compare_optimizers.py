@@ -33,6 +33,7 @@ from mars_hf.optim.rules import RULES
 from mars_hf.optim.validation import one_of
 
 GRIDS = Path(__file__).parent / "configs" / "compare"
+KEYS = ("config", "seeds", "optimizers", "variants")
 # What the grid decides, for each run.
 OF_THE_GRID = ("config", "optim", "mars_type", "learning_rate", "seed", "output_dir")
 
@@ -42,7 +43,7 @@ class Comparison:
     """One folder, what all its runs share, and the runs so far, by name."""
 
     folder: Path
-    config: Path
+    config: str
     options: list[str]
     runs: dict[str, Run] = field(default_factory=dict)
 
@@ -61,12 +62,12 @@ class Comparison:
         if name in self.runs:
             return
         own = {"optim": "mars", "mars_type": optimizer, "learning_rate": lr, **settings, **changes, "seed": seed}
-        options = ["--config", str(self.config), *self.options]
-        options += [word for key, value in own.items() for word in (f"--{key}", str(value))]
+        options = [*self.options, *(word for key, value in own.items() for word in (f"--{key}", str(value)))]
         # Settings changed in the file make another run too.
-        identity = {"options": options, "config": yaml.safe_load(self.config.read_text())}
-        options = [*options, "--output_dir", str(self.folder / name)]
-        print(f"\n{name}\n    {shlex.join(['python', 'recipes/pretrain_gpt2.py', *options])}", flush=True)
+        identity = {"options": options, "config": yaml.safe_load(Path(self.config).read_text())}
+        options = ["--config", self.config, *options, "--output_dir", str(self.folder / name)]
+        command = shlex.join(["python", os.path.relpath(pretrain_gpt2.__file__), *options])
+        print(f"\n{name}\n    {command}", flush=True)
         record = self.folder / name / "run.json"
         if record.is_file():
             saved = json.loads(record.read_text())
@@ -92,7 +93,12 @@ def train(options: list[str], folder: Path) -> dict[str, Any]:
     log = folder / "log.txt"
     process = multiprocessing.get_context("fork").Process(target=_recipe, args=(options, log))
     process.start()
-    process.join()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.join()
+        raise
     if process.exitcode:
         last = (log.read_text().strip().splitlines() or ["nothing was printed"])[-1]
         raise ValueError(f"{folder.name} failed, all of it in {log}: {last}")
@@ -108,30 +114,27 @@ def _recipe(options: list[str], log: Path) -> None:
     pretrain_gpt2.main(options)
 
 
-def read_grid(name: str) -> tuple[Path, dict[str, Any]]:
-    """The configuration of the runs and the grid, from a name in recipes/configs/compare/ or a file.
+def read_grid(name: str) -> dict[str, Any]:
+    """The grid of a name in recipes/configs/compare/ or of a file, with the path of its `config` from here.
 
     Raises:
-        ValueError: there is no such file, or something in it that no grid has.
+        ValueError: there is no such file, or it is no grid.
     """
     path = Path(name) if name.endswith(".yaml") else GRIDS / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(grid.stem for grid in GRIDS.glob("*.yaml")))
         raise ValueError(f"grid={name!r} is neither a .yaml file nor one of {known}")
     grid = yaml.safe_load(path.read_text())
-    if not isinstance(grid, dict) or not {"config", "optimizers"} <= grid.keys() <= {
-        "config",
-        "seeds",
-        "optimizers",
-        "variants",
-    }:
-        raise ValueError(f"grid={name!r} must have the keys config and optimizers, and may have seeds and variants")
-    for optimizer, settings in {**grid["optimizers"], **grid.get("variants", {})}.items():
-        one_of("optimizers", optimizer, RULES)
+    if not isinstance(grid, dict) or not {"config", "optimizers"} <= grid.keys() <= set(KEYS):
+        raise ValueError(f"grid={name!r} must have config and optimizers, and nothing but {', '.join(KEYS)}")
     for optimizer, settings in grid["optimizers"].items():
-        if not settings.get("learning_rate"):
-            raise ValueError(f"grid={name!r}: {optimizer} has no learning_rate, give a list")
-    return path.parent / grid["config"], grid
+        one_of("optimizers", optimizer, RULES)
+        if not isinstance(settings.get("learning_rate"), list):
+            raise ValueError(f"grid={name!r}: {optimizer} needs a list of learning rates, learning_rate: [...]")
+    config = path.parent / grid["config"]
+    if not config.is_file():
+        raise ValueError(f"grid={name!r}: config={grid['config']!r} is not a file beside it: give its relative path")
+    return {"seeds": [1], "variants": {}, **grid, "config": os.path.relpath(config)}
 
 
 def main(options: Sequence[str] | None = None) -> None:
@@ -147,14 +150,15 @@ def main(options: Sequence[str] | None = None) -> None:
     for word in rest:
         if word.lstrip("-").split("=")[0] in OF_THE_GRID and word.startswith("--"):
             raise ValueError(f"{word!r} is decided by the grid: write one of your own for --grid")
-    config, grid = read_grid(args.grid)
+    grid = read_grid(args.grid)
     for name in args.optimizers or ():
         one_of("optimizers", name, grid["optimizers"])
     settings = {name: grid["optimizers"][name] for name in args.optimizers or grid["optimizers"]}
     rates = {name: [float(lr) for lr in own.pop("learning_rate")] for name, own in settings.items()}
-    variants = {} if args.no_variants else grid.get("variants", {})
-    seeds = args.seeds or grid.get("seeds", [1])
-    comparison = Comparison(Path(args.output_dir or f"runs/compare_{Path(args.grid).stem}"), config, rest)
+    variants = {} if args.no_variants else grid["variants"]
+    seeds = args.seeds or grid["seeds"]
+    folder = Path(args.output_dir or f"runs/compare_{Path(args.grid).stem}")
+    comparison = Comparison(folder, grid["config"], rest)
     try:
         for name in settings:
             for lr in rates[name]:
@@ -174,9 +178,7 @@ def main(options: Sequence[str] | None = None) -> None:
         sys.exit(130)
     finally:
         if comparison.runs:
-            print(
-                f"\n{write_report([*comparison.runs.values()], comparison.folder)}\n\n{comparison.folder}", flush=True
-            )
+            print(f"\n{write_report([*comparison.runs.values()], folder)}\n\ntables and figures: {folder}", flush=True)
 
 
 if __name__ == "__main__":

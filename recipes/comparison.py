@@ -26,7 +26,7 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The lowest loss of all evaluations, in nats a token; infinite if there was none but NaN."""
+        """The lowest loss of all evaluations, in nats a token; infinite where each was NaN."""
         losses = (row["eval_loss"] for row in self.results["history"] if "eval_loss" in row)
         return min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
 
@@ -57,13 +57,15 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _summary(runs: list[Run]) -> dict[str, Any]:
     costs = [run.results["cost"] for run in runs]
+    mean = statistics.fmean(run.loss for run in runs)
     return {
         "optimizer": runs[0].optimizer,
         "learning_rate": runs[0].learning_rate,
         "changes": runs[0].changes,
         "seeds": [run.seed for run in runs],
-        "losses": [run.loss for run in runs],
-        "mean_loss": statistics.fmean(run.loss for run in runs),
+        # JSON knows no infinity.
+        "losses": [run.loss if math.isfinite(run.loss) else None for run in runs],
+        "mean_loss": mean if math.isfinite(mean) else None,
         **{name: statistics.median(cost[name] for cost in costs) for name in costs[0]},
     }
 
@@ -74,10 +76,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [[*header, "seconds", "state", "memory"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
-        changes = ", ".join(f"{name} {value}" for name, value in row["changes"].items())
-        spread = f"{min(row['losses']):.4f} to {max(row['losses']):.4f}" if len(row["seeds"]) > 1 else ""
+        mean, changes = row["mean_loss"], ", ".join(f"{name} {value}" for name, value in row["changes"].items())
+        spread = f"{min(row['losses']):.4f} to {max(row['losses']):.4f}" if mean and len(row["seeds"]) > 1 else ""
+        line = [row["optimizer"], f"{row['learning_rate']:g}", changes, f"{mean:.4f}" if mean else "diverged"]
         sizes = [f"{row[name] / 1e6:.1f} MB" for name in ("optimizer_state_bytes", "peak_memory_bytes")]
-        line = [row["optimizer"], f"{row['learning_rate']:g}", changes, f"{row['mean_loss']:.4f}"]
         lines.append([*line, str(len(row["seeds"])), spread, f"{row['training_seconds']:.0f}", *sizes])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -92,12 +94,10 @@ def write_report(runs: Sequence[Run], folder: Path) -> str:
     Returns:
         The tables, in Markdown.
     """
-    rows = summarise(runs)
-    best = best_runs(runs)
-    chosen = [
-        row for row in rows if not row["changes"] and row["learning_rate"] == best[row["optimizer"]].learning_rate
-    ]
-    chosen.sort(key=lambda row: row["mean_loss"])
+    rows, best = summarise(runs), best_runs(runs)
+    plain = [row for row in rows if not row["changes"]]
+    chosen = [row for row in plain if row["learning_rate"] == best[row["optimizer"]].learning_rate]
+    chosen.sort(key=lambda row: row["mean_loss"] or math.inf)
     text = "\n\n".join(
         [
             "# Comparison of optimizers",
@@ -115,10 +115,9 @@ def write_report(runs: Sequence[Run], folder: Path) -> str:
     curves = {f"{name}, {run.learning_rate:g}": run.curve for name, run in best.items()}
     for x in ("step", "tokens", "time"):
         plot_loss(curves, folder / f"loss_{x}.png", x=x)
+    # The first seed alone, which all learning rates have.
     points = {
-        name: [
-            (row["learning_rate"], row["mean_loss"]) for row in rows if row["optimizer"] == name and not row["changes"]
-        ]
+        name: [(row["learning_rate"], row["losses"][0] or math.inf) for row in plain if row["optimizer"] == name]
         for name in best
     }
     plot_learning_rates(points, folder / "learning_rates.png")

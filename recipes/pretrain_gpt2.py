@@ -11,6 +11,7 @@ command line, and --help lists them all.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from mars_hf.data import causal_collator, corpus_tokenizer, count_bytes, load_te
 from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
 from mars_hf.training.callbacks import TrainingCost
+from mars_hf.training.card import CardDetails
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
 from mars_hf.training.engines import engine_name
@@ -47,9 +49,7 @@ class DataArguments:
     validation_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
     tokenizer_name: str | None = field(
         default=None,
-        metadata={
-            "help": "Tokenizer on the hub or in a folder, or characters: one token each. Default: one trained on the corpus."
-        },
+        metadata={"help": "Tokenizer on the hub or in a folder, or: characters. Default: one trained on the corpus."},
     )
     vocab_size: int = field(default=2048, metadata={"help": "Tokens of the tokenizer trained on the corpus."})
     block_size: int = field(default=1024, metadata={"help": "Tokens of a training sequence."})
@@ -160,12 +160,21 @@ def main(options: Sequence[str] | None = None) -> None:
         if eval_args.lm_eval_tasks not in ([], ["none"]):
             results["lm_eval"] = score(model, tokenizer, eval_args)
         report.write_text(json.dumps(results, indent=2))
+        source = data_args.dataset_name or data_args.dataset_path or "the embedded corpus, two novels by Jane Austen"
+        tokens = " and ".join(f"{len(blocks[part]) * data_args.block_size:,} ({part})" for part in blocks)
+        data = f"{source}: {tokens} tokens of a vocabulary of {len(tokenizer):,}, in blocks of {data_args.block_size}."
+        trainer.card_details = CardDetails(data, results, curve)
+        trainer.create_model_card()
+        for file in ("README.md", curve.name):
+            shutil.copy(Path(args.output_dir) / file, final)
         say(
             args,
             f"\nevaluation loss {results['eval_loss']:.4f} nats a token, perplexity {results['perplexity']:.2f}, "
             f"{results['bits_per_byte']:.4f} bits per byte\n"
             f"model {final}, loss curve {curve}, all figures {report}",
         )
+    if args.push_to_hub:
+        trainer.push_to_hub()
     trainer.accelerator.wait_for_everyone()
 
 
