@@ -15,6 +15,7 @@ an unfinished one starts again. It keeps figures, not models.
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -99,10 +100,12 @@ def train(options: list[str], folder: Path) -> dict[str, Any]:
         process.terminate()
         process.join()
         raise
-    if process.exitcode:
+    found = folder / "results.json"
+    results = json.loads(found.read_text()) if found.is_file() else {}
+    # A run that diverged ends with an error, and is a result.
+    if process.exitcode and math.isfinite(results.get("eval_loss", 0)):
         last = (log.read_text().strip().splitlines() or ["nothing was printed"])[-1]
         raise ValueError(f"{folder.name} failed, all of it in {log}: {last}")
-    results = json.loads((folder / "results.json").read_text())
     shutil.rmtree(folder / "final")
     return results
 

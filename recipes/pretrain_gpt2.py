@@ -10,6 +10,7 @@ command line, and --help lists them all.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -149,9 +150,12 @@ def main(options: Sequence[str] | None = None) -> None:
     results |= {"cost": cost.report(), "history": trainer.state.log_history}
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
+    report = Path(args.output_dir) / "results.json"
     if args.should_save:
-        report = Path(args.output_dir) / "results.json"
         report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
+    if not math.isfinite(results["eval_loss"]):
+        raise ValueError(f"eval_loss={results['eval_loss']}: it diverged, lower learning_rate={args.learning_rate}")
+    if args.should_save:
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)
         if eval_args.sample_tokens:
@@ -189,6 +193,8 @@ def perplexity(trainer: MARSTrainer, predicted_bytes: int) -> dict[str, Any]:
     from mars_hf.evaluation import load_metric
 
     loss = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(loss):
+        return {"eval_loss": loss}
     blocks = trainer.eval_dataset
     tokens = len(blocks) * (len(blocks[0]["input_ids"]) - 1)
     nll = {"negative_log_likelihoods": [loss * tokens]}
