@@ -1,5 +1,6 @@
 """The model card of a run: data, optimizer, loss curve and scores, in the README.md that the hub shows."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,7 @@ def _losses(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     evaluations = {row["step"]: f"{row['eval_loss']:.4f}" for row in history if "eval_loss" in row}
     rows = sorted(evaluations.items())
     # From the end, so that the last one is listed.
-    return rows[:: -(1 + (len(rows) - 1) // MOST_ROWS)][::-1]
+    return rows[:: -max(1, math.ceil(len(rows) / MOST_ROWS))][::-1]
 
 
 def _scores(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float, str]]:

@@ -126,6 +126,11 @@ def test_tables_say_what_the_runs_found(done):
         assert (folder / f"{figure}.png").read_bytes()[:4] == b"\x89PNG", figure
 
 
+def test_a_run_that_diverged_says_so(done):
+    printed = (done[0] / "mars-adamw-lr_1e+30-seed_1" / "log.txt").read_text()
+    assert printed.strip().splitlines()[-1] == "ValueError: eval_loss=nan: it diverged, lower learning_rate=1e+30"
+
+
 def test_an_interrupted_comparison_goes_on_where_it_was(done, compare):
     folder, printed = done
     lost, lost_results = folder / RUNS[4], results(folder, RUNS[4])
@@ -194,11 +199,13 @@ def test_results_of_other_settings_are_not_mixed_in(done, main):
     assert (folder / "comparison.json").read_bytes() == before
 
 
-def test_a_run_that_fails_is_told_in_one_line(compare, tmp_path):
-    failed = compare[1]("--n_head", "5", "--output_dir", str(tmp_path))
-    assert failed.returncode != 0
-    last = failed.stderr.strip().splitlines()[-1]
-    assert re.search(r"compare_optimizers.py: adamw-lr_0.001-seed_1 failed, all of it in \S+log.txt: .*n_head=5", last)
+def test_a_run_that_fails_is_told_in_one_line(main, compare, tmp_path):
+    grid = str(compare[0].parent / "grid.yaml")
+    message = (
+        r"^adamw-lr_0.001-seed_1 failed, all of it in \S+log.txt: .*'--lerning_rate', did you mean '--learning_rate'"
+    )
+    with pytest.raises(ValueError, match=message):
+        main(["--grid", grid, "--output_dir", str(tmp_path), "--lerning_rate", "1"])
 
 
 @pytest.mark.parametrize("grid", ["austen", "shakespeare_char"])
