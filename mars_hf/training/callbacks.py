@@ -69,9 +69,11 @@ class TrainingCost(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Measures the state while the optimizer is there."""
-        entries = optimizer.state.values() if optimizer is not None else ()
-        tensors = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
-        self.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # The wrapper of some engines shows no state.
+        entries = getattr(optimizer, "state", {}).values()
+        tensors = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+        parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        self.state_bytes = sum(part.numel() * part.element_size() for part in parts)
 
     def report(self) -> dict[str, float]:
         """Seconds in optimizer steps, and in bytes of this process the optimizer's state and the peak memory.
