@@ -65,6 +65,9 @@ class ModelArguments:
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads of a process on CPU. Default: the cores, divided by the processes."}
     )
+    scale_attn_by_inverse_layer_idx: bool = field(
+        default=True, metadata={"help": "Divide attention logits by the layer's number, as the paper's models do."}
+    )
     bias: bool = field(default=False, metadata={"help": "Train biases; the paper's models have none."})
 
 
@@ -115,6 +118,7 @@ def main(options: Sequence[str] | None = None) -> None:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        scale_attn_by_inverse_layer_idx=model_args.scale_attn_by_inverse_layer_idx,
         **{name: size for name, size in sizes.items() if size is not None},
     )
     cost = TrainingCost()
