@@ -102,8 +102,8 @@ def write_report(runs: Sequence[Run], folder: Path) -> str:
         [
             "# Comparison of optimizers",
             "Validation loss: the lowest of all evaluations of a run, in nats a token, mean over the seeds. Seconds: "
-            "spent in optimizer steps, median over the seeds. State: of the optimizer. Memory: peak of the "
-            "accelerator's allocator, on CPU of the whole process.",
+            "spent in optimizer steps, median over the seeds. State: of the optimizer. Memory: peak of CUDA's "
+            "allocator, elsewhere of the whole process.",
             "## Each at the best of its learning rates",
             table(chosen),
             "## All settings",

@@ -1,6 +1,5 @@
 """What MARSTrainer logs besides what the Trainer does."""
 
-import resource
 import sys
 import time
 from typing import Any
@@ -49,7 +48,7 @@ class TrainingCost(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.state_bytes = 0
+        self.sizes: dict[str, int] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to count, or counts on from the checkpoint."""
@@ -68,25 +67,28 @@ class TrainingCost(TrainerCallback):
         state.log_history[-1]["elapsed_seconds"] = self.seconds
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Measures the state while the optimizer is there."""
+        """Measures the memory, while the optimizer is there."""
         # The wrapper of some engines shows no state.
         entries = getattr(optimizer, "state", {}).values()
         tensors = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
         parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-        self.state_bytes = sum(part.numel() * part.element_size() for part in parts)
+        self.sizes = {
+            "optimizer_state_bytes": sum(part.numel() * part.element_size() for part in parts),
+            "peak_memory_bytes": _peak_memory(args.device),
+        }
 
     def report(self) -> dict[str, float]:
         """Seconds in optimizer steps, and in bytes of this process the optimizer's state and the peak memory.
 
-        The peak is that of the accelerator's allocator, or on CPU of the whole process, libraries included.
+        The peak is that of CUDA's allocator, or elsewhere of the whole process in main memory, libraries included.
         """
-        if torch.accelerator.is_available():
-            peak = torch.accelerator.max_memory_allocated()
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {
-            "training_seconds": self.seconds,
-            "optimizer_state_bytes": self.state_bytes,
-            "peak_memory_bytes": peak,
-        }
+        return {"training_seconds": self.seconds, **self.sizes}
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # which Windows lacks
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
