@@ -79,8 +79,8 @@ def _summary(trainer: Any) -> str:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     kind = type(model).__name__.removeprefix("FSDP")
     return (
-        f"{kind} with {parameters:,} parameters, trained for {trainer.state.global_step:,} steps with {rule} of mars_hf "
-        "(MARS, [arXiv 2411.10438](https://arxiv.org/abs/2411.10438); MARS-M, "
+        f"{kind} with {parameters:,} parameters, trained for {trainer.state.global_step:,} steps with {rule} of "
+        "mars_hf (MARS, [arXiv 2411.10438](https://arxiv.org/abs/2411.10438); MARS-M, "
         "[arXiv 2510.21800](https://arxiv.org/abs/2510.21800)) in the Hugging Face Trainer."
     )
 
