@@ -35,6 +35,8 @@ from mars_hf.optim.validation import one_of
 
 GRIDS = Path(__file__).parent / "configs" / "compare"
 KEYS = ("config", "seeds", "optimizers", "variants")
+# Losses are compared: no scores, no samples and no checkpoints, unless the command line asks for them.
+LOSS_ALONE = ["--lm_eval_tasks", "none", "--sample_tokens", "0", "--save_strategy", "no"]
 # What the grid decides, for each run.
 OF_THE_GRID = ("config", "optim", "mars_type", "learning_rate", "seed", "output_dir")
 
@@ -161,7 +163,7 @@ def main(options: Sequence[str] | None = None) -> None:
     variants = {} if args.no_variants else grid["variants"]
     seeds = args.seeds or grid["seeds"]
     folder = Path(args.output_dir or f"runs/compare_{Path(args.grid).stem}")
-    comparison = Comparison(folder, grid["config"], rest)
+    comparison = Comparison(folder, grid["config"], [*LOSS_ALONE, *rest])
     try:
         for name in settings:
             for lr in rates[name]:

@@ -27,8 +27,6 @@ SETTINGS = {
     "logging_steps": 2,
     "eval_strategy": "steps",
     "eval_steps": 2,
-    "save_strategy": "no",
-    "sample_tokens": 0,
 }
 GRID = {
     "config": "settings.yaml",
@@ -98,7 +96,8 @@ def test_each_setting_runs_once(done):
     folder, printed = done
     assert sorted(path.parent.name for path in folder.glob("*/run.json")) == RUNS
     assert printed.count("python recipes/pretrain_gpt2.py") == len(RUNS)
-    assert not list(folder.glob("*/final")), "a comparison keeps no models"
+    assert not [*folder.glob("*/final"), *folder.glob("*/checkpoint-*")], "a comparison keeps no models"
+    assert "sample" not in results(folder, RUNS[0])
 
 
 def test_tables_say_what_the_runs_found(done):
