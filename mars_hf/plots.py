@@ -1,4 +1,4 @@
-"""Loss curves of one or several runs, from the Trainer's log history."""
+"""Figures of one or several runs: loss curves from the Trainer's log history, loss against the learning rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,39 +45,27 @@ def plot_loss(runs: Mapping[str, History], path: str | Path, *, x: str = "step")
         ValueError: Unknown `x` or suffix, no run, or a run without any point to draw.
         ImportError: matplotlib is missing.
     """
-    try:
-        # Figure instead of pyplot: the user's backend and open figures stay as they are.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plot_loss needs matplotlib: pip install "mars-hf[plot]"') from error
-
     path = Path(path)
     if x not in X_KEYS:
         raise ValueError(f"x={x!r} is unknown: choose one of {', '.join(X_KEYS)}")
     if not runs:
         raise ValueError("runs is empty: give at least one name with its history")
     curves = {name: _curves(name, history, X_KEYS[x]) for name, history in runs.items()}
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
-        raise ValueError(f"path={str(path)!r} must end in one of {', '.join(f'.{name}' for name in sorted(formats))}")
-    axes = figure.add_subplot()
+    figure, axes = _empty(path)
 
     longest = max(at for pair in curves.values() for points in pair for at, _ in points)
     x_label = next((label for label, unit in UNITS[x].items() if longest >= 2 * unit), list(UNITS[x])[-1])
     scale = UNITS[x][x_label]
 
     for i, (name, (training, evaluation)) in enumerate(curves.items()):
-        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
+        style = _style(i)
         if training:
             # One entry per run in the legend: that of its evaluation, where it has one.
             label = "_hidden" if evaluation else f"{name} (training)"
             axes.plot(*_scaled(training, scale), linewidth=0.8, alpha=0.55, label=label, **style)
         if evaluation:
-            style |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "markeredgecolor": "white"}
-            style["markevery"] = 1 + (len(evaluation) - 1) // MOST_MARKERS
-            axes.plot(*_scaled(evaluation, scale), linewidth=1.8, label=name, **style)
+            every = 1 + (len(evaluation) - 1) // MOST_MARKERS
+            axes.plot(*_scaled(evaluation, scale), linewidth=1.8, label=name, markevery=every, **style, **_marker(i))
 
     settled = [loss for pair in curves.values() for points in pair for _, loss in points[len(points) // 20 :]]
     finite = [loss for loss in settled if math.isfinite(loss)]
@@ -86,18 +74,66 @@ def plot_loss(runs: Mapping[str, History], path: str | Path, *, x: str = "step")
         axes.set_ylim(min(finite) - margin, max(finite) + margin)
     if x == "step":
         axes.locator_params(axis="x", integer=True)
+    title = "thin: training, markers: evaluation" if any(training for training, _ in curves.values()) else None
+    return _write(figure, path, x_label, "loss (nats per token)", title)
+
+
+def plot_learning_rates(runs: Mapping[str, Sequence[tuple[float, float]]], path: str | Path) -> Path:
+    """Draws the loss of several optimizers against the learning rate, on a logarithmic axis, into one file.
+
+    Args:
+        runs: Name of each optimizer to its points (learning rate, loss in nats per token); a loss that is not finite,
+            that of a run which diverged, is left out.
+        path: File to write, as in `plot_loss`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: Unknown suffix, or no run.
+        ImportError: matplotlib is missing.
+    """
+    path = Path(path)
+    if not runs:
+        raise ValueError("runs is empty: give at least one name with its points")
+    figure, axes = _empty(path)
+    axes.set_xscale("log")
+    for i, (name, points) in enumerate(runs.items()):
+        finite = sorted(point for point in points if math.isfinite(point[1]))
+        axes.plot(*_scaled(finite, 1), linewidth=1.8, label=name, **_style(i), **_marker(i))
+    return _write(figure, path, "learning rate", "loss (nats per token)")
+
+
+def _empty(path: Path) -> tuple[Any, Any]:
+    """A figure with axes, where the format of the path can be written."""
+    try:
+        # Figure instead of pyplot: the user's backend and open figures stay as they are.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plots need matplotlib: pip install "mars-hf[plot]"') from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ValueError(f"path={str(path)!r} must end in one of {', '.join(f'.{name}' for name in sorted(formats))}")
+    return figure, figure.add_subplot()
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
+
+
+def _marker(i: int) -> dict[str, Any]:
+    return {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "markeredgecolor": "white"}
+
+
+def _write(figure: Any, path: Path, x_label: str, y_label: str, title: str | None = None) -> Path:
+    """Labels the axes, adds the legend, and saves."""
+    (axes,) = figure.axes
     axes.set_xlabel(x_label)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(y_label)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        frameon=False,
-        handlelength=3.5,
-        title="thin: training, markers: evaluation",
-        title_fontsize="small",
-        alignment="left",
-    )
-
+    axes.legend(frameon=False, handlelength=3.5, title=title, title_fontsize="small", alignment="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path

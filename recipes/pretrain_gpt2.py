@@ -11,8 +11,11 @@ command line, and --help lists them all.
 """
 
 import json
+import math
 import os
+import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes
 from mars_hf.models import build_model, configure
 from mars_hf.plots import plot_loss
+from mars_hf.training.callbacks import TrainingCost
+from mars_hf.training.card import CardDetails
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
 from mars_hf.training.dry_run import PlanArguments, apply_global_batch, describe_run
@@ -53,8 +58,8 @@ class DataArguments:
     tokenizer_name: str | None = field(
         default=None,
         metadata={
-            "help": "Tokenizer on the hub or in a folder. Default: one trained on the corpus; for .bin files the one "
-            "beside them, or none."
+            "help": "Tokenizer on the hub or in a folder, or: characters. Default: one trained on the corpus; for .bin "
+            "files the one beside them, or none."
         },
     )
     vocab_size: int = field(
@@ -109,8 +114,9 @@ class EvaluationArguments:
 ARGUMENTS = (DataArguments, ModelArguments, EvaluationArguments, PlanArguments, MARSTrainingArguments)
 
 
-def main() -> None:
-    data_args, model_args, eval_args, plan, args = parse_config(ARGUMENTS, default_config=QUICKSTART)
+def main(options: Sequence[str] | None = None) -> None:
+    """Runs the recipe with these command-line options; None: those of the process."""
+    data_args, model_args, eval_args, plan, args = parse_config(ARGUMENTS, options, default_config=QUICKSTART)
     apply_global_batch(args, plan)
     if plan.dry_run:
         with torch.device("meta"):
@@ -131,6 +137,7 @@ def main() -> None:
     tokenizer = data.tokenizer
 
     config = configuration(data.vocabulary, data_args.block_size, model_args)
+    cost = TrainingCost()
     trainer = MARSTrainer(
         model=build_model(config, bias=model_args.bias),
         args=args,
@@ -138,7 +145,7 @@ def main() -> None:
         eval_dataset=data.validation,
         data_collator=causal_collator,
         processing_class=tokenizer,
-        callbacks=data.callbacks,
+        callbacks=[*data.callbacks, cost],
     )
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
@@ -160,12 +167,16 @@ def main() -> None:
 
     predicted_bytes = count_bytes(data.validation, tokenizer) if tokenizer else None
     results = {**perplexity(trainer, predicted_bytes), "settings": chosen}
-    results["settings"]["steps"] = trainer.state.global_step
+    results["settings"] |= {"steps": trainer.state.global_step, "tokens_per_step": tokens_per_step}
+    results |= {"cost": cost.report(), "history": trainer.state.log_history}
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
+    report = Path(args.output_dir) / "results.json"
     if args.should_save:
-        report = Path(args.output_dir) / "results.json"
         report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
+    if not math.isfinite(results["eval_loss"]):
+        raise ValueError(f"eval_loss={results['eval_loss']}: it diverged, lower learning_rate={args.learning_rate}")
+    if args.should_save:
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)
         if eval_args.sample_tokens:
@@ -174,12 +185,20 @@ def main() -> None:
         if wanted:
             results["lm_eval"] = score(model, tokenizer, eval_args)
         report.write_text(json.dumps(results, indent=2))
+        source = data_args.dataset_name or data_args.dataset_path or "the embedded corpus, two novels by Jane Austen"
+        described = f"{source}: {data.described}, vocabulary {config.vocab_size:,}, blocks of {data_args.block_size}."
+        trainer.card_details = CardDetails(described, results, curve)
+        trainer.create_model_card()
+        for file in ("README.md", curve.name):
+            shutil.copy(Path(args.output_dir) / file, final)
         say(
             args,
             f"\nevaluation loss {results['eval_loss']:.4f} nats a token, perplexity {results['perplexity']:.2f}"
             + (f", {results['bits_per_byte']:.4f} bits per byte\n" if tokenizer else "\n")
             + f"model {final}, loss curve {curve}, all figures {report}",
         )
+    if args.push_to_hub:
+        trainer.push_to_hub()
     trainer.accelerator.wait_for_everyone()
 
 
@@ -211,6 +230,8 @@ def perplexity(trainer: MARSTrainer, predicted_bytes: int | None) -> dict[str, A
     from mars_hf.evaluation import load_metric
 
     loss = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(loss):
+        return {"eval_loss": loss}
     blocks = trainer.eval_dataset
     tokens = len(blocks) * (len(blocks[0]["input_ids"]) - 1)
     nll = {"negative_log_likelihoods": [loss * tokens]}

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 
 from mars_hf import MARSTrainingArguments
-from mars_hf.data import Shuffled, TokenBlocks, bin_files, load_text_corpus, pack, train_tokenizer
+from mars_hf.data import Shuffled, TokenBlocks, bin_files, corpus_tokenizer, load_text_corpus, pack
 from mars_hf.data.streaming import StreamedBlocks, StreamState, load_stream
 from mars_hf.evaluation.hub import require_hub
 
@@ -56,10 +56,7 @@ def from_text(data_args: Any, args: MARSTrainingArguments) -> PretrainingData:
     names = ("dataset_name", "dataset_config", "dataset_path", "text_column", "validation_fraction", "validation_split")
     with args.main_process_first(desc="preparing the corpus"):
         corpus = load_text_corpus(**{name: getattr(data_args, name) for name in names}, seed=args.seed)
-        if data_args.tokenizer_name:
-            tokenizer = AutoTokenizer.from_pretrained(data_args.tokenizer_name)
-        else:
-            tokenizer = train_tokenizer(corpus["train"]["text"], data_args.vocab_size)
+        tokenizer = corpus_tokenizer(data_args.tokenizer_name, corpus["train"]["text"], data_args.vocab_size)
         blocks = pack(corpus, tokenizer, data_args.block_size)
     tokens = len(blocks["train"]) * data_args.block_size
     return PretrainingData(

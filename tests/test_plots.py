@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from mars_hf.plots import plot_loss
+from mars_hf.plots import plot_learning_rates, plot_loss
 
 
 def history(steps: int, offset: float = 0.0, evaluate: bool = True, **per_step: float) -> list[dict]:
@@ -119,3 +119,31 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "mars-hf\[plot\]"'):
         plot_loss(runs, path)
+
+
+def test_loss_against_the_learning_rate(tmp_path):
+    points = {"adamw": [(6e-3, 1.9), (1e-3, 2.1), (3e-3, 1.8)], "mars-m": [(3e-3, 1.7), (6e-3, 1.6), (1e-1, math.inf)]}
+    text = plot_learning_rates(points, tmp_path / "new" / "lr.svg").read_text()
+    assert {"adamw", "mars-m", "learning rate", "loss (nats per token)"} <= set(shown(text))
+    curves = lines(text)
+    assert len(curves) == 2
+    assert [len(re.findall("[ML] ", curve)) for curve in curves] == [3, 2], "a run that diverged has no point"
+    across = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", curves[0])]
+    assert across == sorted(across), "from the smallest learning rate to the largest"
+    # Logarithmic: 1e-3 to 3e-3 is longer than 3e-3 to 6e-3.
+    assert (across[1] - across[0]) / (across[2] - across[1]) == pytest.approx(math.log(3) / math.log(2), rel=1e-3)
+    assert len({re.search("stroke-dasharray[^;]*|$", curve).group() for curve in curves}) == 2
+
+
+def test_the_legend_explains_thin_lines_only_where_there_are_some(tmp_path):
+    rows = history(40)
+    assert "thin: training, markers: evaluation" in shown(svg({"run": rows}, tmp_path))
+    evaluations = [row for row in rows if "eval_loss" in row]
+    assert "thin: training, markers: evaluation" not in shown(svg({"run": evaluations}, tmp_path))
+
+
+def test_errors_of_the_learning_rate_figure(tmp_path):
+    with pytest.raises(ValueError, match="runs is empty"):
+        plot_learning_rates({}, tmp_path / "lr.png")
+    with pytest.raises(ValueError, match=r"lr.xyz' must end in one of .*\.png"):
+        plot_learning_rates({"a": [(1e-3, 2.0)]}, tmp_path / "lr.xyz")

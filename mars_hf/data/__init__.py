@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mars_hf.data.order import Shuffled
     from mars_hf.data.packing import causal_collator, count_bytes, pack
     from mars_hf.data.streaming import StreamedBlocks
-    from mars_hf.data.tokenizer import train_tokenizer
+    from mars_hf.data.tokenizer import character_tokenizer, corpus_tokenizer, train_tokenizer
 
 _HOME = {
     "Shuffled": "mars_hf.data.order",
@@ -20,6 +20,8 @@ _HOME = {
     "TokenBlocks": "mars_hf.data.bins",
     "bin_files": "mars_hf.data.bins",
     "causal_collator": "mars_hf.data.packing",
+    "character_tokenizer": "mars_hf.data.tokenizer",
+    "corpus_tokenizer": "mars_hf.data.tokenizer",
     "count_bytes": "mars_hf.data.packing",
     "load_text_corpus": "mars_hf.data.corpus",
     "pack": "mars_hf.data.packing",
@@ -34,6 +36,8 @@ __all__ = [
     "TokenBlocks",
     "bin_files",
     "causal_collator",
+    "character_tokenizer",
+    "corpus_tokenizer",
     "count_bytes",
     "load_text_corpus",
     "pack",

@@ -1,12 +1,55 @@
-"""A small byte-level BPE tokenizer, trained on the corpus it will read."""
+"""Tokenizers of the corpus they will read: a small byte-level BPE, and one token a character."""
 
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
+CHARACTERS = "characters"
+
+
+def corpus_tokenizer(name: str | None, texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer that `--tokenizer_name` means.
+
+    Args:
+        name: A tokenizer on the hub or in a folder, "characters", or None for one trained on the corpus.
+        texts: Documents to train on, where `name` asks for it.
+        vocab_size: Number of tokens to train.
+
+    Raises:
+        ValueError: As `train_tokenizer` and `character_tokenizer`.
+    """
+    if name is None:
+        return train_tokenizer(texts, vocab_size)
+    return character_tokenizer(texts) if name == CHARACTERS else AutoTokenizer.from_pretrained(name)
+
+
+def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Makes a tokenizer with one token for each character of the corpus.
+
+    The ids follow the order of the characters in Unicode, after `<|endoftext|>` (id 0), which is bos, eos and unk: a
+    character that the corpus lacks is read as it, and lost. There is no padding token.
+
+    Args:
+        texts: Documents, read once.
+
+    Returns:
+        A fast tokenizer; `save_pretrained` then `AutoTokenizer.from_pretrained` gives identical ids.
+
+    Raises:
+        ValueError: `texts` a string, or without any text.
+    """
+    _check_documents(texts)
+    characters = sorted(set().union(*texts))
+    if not characters:
+        raise ValueError("texts hold no character: add text")
+    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return _fast(backend)
 
 
 def train_tokenizer(
@@ -41,8 +84,7 @@ def train_tokenizer(
         raise ValueError(
             f"vocab_size={vocab_size} is too small: the bytes and the special tokens alone need {smallest}"
         )
-    if isinstance(texts, str):
-        raise ValueError("texts is one string, which would be read letter by letter: pass a list of documents")
+    _check_documents(texts)
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,13 +98,21 @@ def train_tokenizer(
             f"texts hold no pair of letters to merge, so vocab_size={vocab_size} is out of reach: add text"
         )
 
+    return _fast(bpe, pad_token=PAD, model_max_length=model_max_length)
+
+
+def _check_documents(texts: Iterable[str]) -> None:
+    if isinstance(texts, str):
+        raise ValueError("texts is one string, which would be read letter by letter: pass a list of documents")
+
+
+def _fast(backend: Tokenizer, **arguments: str | int | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT,
-        pad_token=PAD,
         # The default would join " ." to "." on decoding: no longer the text that was encoded.
         clean_up_tokenization_spaces=False,
-        model_max_length=model_max_length,
+        **arguments,
     )

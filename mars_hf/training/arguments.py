@@ -4,15 +4,17 @@ import os
 from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from mars_hf.optim.param_groups import SHARED_LR
+from mars_hf.optim.param_groups import SHARED_LR, adamw_hyperparameters
 from mars_hf.optim.rules import RULES
 from mars_hf.optim.validation import one_of
+from mars_hf.training.tracking import check_trackers, git_revision
 
 # --optim NAME -> mars_type; None: mars_type decides, mars-adamw unless it is given.
 OPTIM_NAMES: dict[str, str | None] = {
@@ -179,14 +181,20 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
     Args:
         optim: mars (mars_type decides, mars-adamw by default), mars_adamw, mars_lion, mars_shampoo, mars_m, or any
             optimizer of the Trainer.
+        run_name: name of the run for trackers; None: that of the folder `output_dir`.
 
     Raises:
-        ValueError: an unknown `optim`, or arguments that contradict each other.
+        ValueError: an unknown `optim`, arguments that contradict each other, or a tracker that is not installed.
     """
 
     optim: str = field(
         default="mars",
         metadata={"help": f"{', '.join(OPTIM_NAMES)}, or any optimizer of the Trainer (adamw_torch, ...)."},
+    )
+    # The Trainer takes several, but its type lets the command line give only one.
+    report_to: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={"help": "Trackers, such as tensorboard, wandb, trackio; all that are installed, or none."},
     )
 
     def __post_init__(self) -> None:
@@ -202,12 +210,19 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
             known = [*OPTIM_NAMES, *(member.value for member in OptimizerNames)]
             one_of("optim", name, known, listed=f"{', '.join(OPTIM_NAMES)}, or an optimizer of the Trainer")
             super().__post_init__()
-            return
-        mars_arguments(self).rule(name)
-        # TrainingArguments takes only the names of its own enum.
-        self.optim = OptimizerNames.ADAMW_TORCH.value
-        super().__post_init__()
-        self.optim = name
+        else:
+            mars_arguments(self).rule(name)
+            # TrainingArguments takes only the names of its own enum.
+            self.optim = OptimizerNames.ADAMW_TORCH.value
+            super().__post_init__()
+            self.optim = name
+        check_trackers(self.report_to)
+        self.run_name = self.run_name or Path(str(self.output_dir)).resolve().name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as trackers log them, with the hyperparameters of MARS, all defaults filled in, and the git
+        revision of the running script."""
+        return {**super().to_dict(), "mars": mars_hyperparameters(self), "git_revision": git_revision()}
 
 
 def optim_name(args: TrainingArguments) -> str:
@@ -220,6 +235,35 @@ def mars_arguments(args: TrainingArguments) -> MARSArguments:
     own: Mapping[str, Any] = vars(args) if isinstance(args, MARSArguments) else {}
     given = {f.name: own[f.name] for f in fields(MARSArguments) if f.name in own}
     return MARSArguments(**given).updated(args.optim_args)
+
+
+def mars_hyperparameters(args: TrainingArguments) -> dict[str, Any]:
+    """What `MARS` is given, all defaults filled in, as numbers, strings and lists; empty for another optimizer.
+
+    `weight_decay_1d` stays None where the Trainer's grouping decides.
+
+    Raises:
+        ValueError: as `MARSArguments.constructor_arguments`.
+    """
+    if optim_name(args) not in OPTIM_NAMES:
+        return {}
+    hyper = mars_arguments(args)
+    rule = hyper.rule(optim_name(args))
+    arguments = hyper.constructor_arguments(rule, args.learning_rate, args.weight_decay, args.adam_epsilon)
+    names = ("lr", "betas", "weight_decay", "lr_1d", "betas_1d", "weight_decay_1d")
+    vectors = adamw_hyperparameters(rule, **{name: arguments[name] for name in names})
+    arguments["betas_1d"] = vectors["betas"]
+    if hyper.mars_decay == "authors":
+        arguments["weight_decay_1d"] = vectors["weight_decay"]
+    arguments["mars_decay"] = hyper.mars_decay
+    return {name: _plain(value) for name, value in arguments.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _parse(name: str, value: str) -> Any:

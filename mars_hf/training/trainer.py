@@ -1,6 +1,7 @@
 """MARSTrainer: the Trainer, with a MARS optimizer."""
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from mars_hf.optim import MARS, mars_param_groups
 from mars_hf.optim.validation import one_of
 from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments, optim_name
 from mars_hf.training.callbacks import VarianceMetrics
+from mars_hf.training.card import CardDetails, complete_card
 from mars_hf.training.checkpoints import (
     FSDP_SHARDED,
     ZERO_FORMATS,
@@ -71,7 +73,11 @@ class MARSTrainerMixin:
     are the Trainer's own (`get_decay_parameter_names`) unless `mars_decay="authors"`. The reference gradient is kept
     by the optimizer's own `step()`, so a step that a GradScaler skips leaves it alone. `optimizers=` and
     `optimizer_cls_and_kwargs=` take precedence, as in the Trainer.
+
+    `card_details` is what the model card tells besides the settings; set it before `push_to_hub()`.
     """
+
+    card_details = CardDetails()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; see `Trainer.train`.
@@ -146,6 +152,16 @@ class MARSTrainerMixin:
         if not _internal_call and trainer.is_fsdp_enabled and running_format() == FSDP_SHARDED:
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes README.md in `output_dir`, as `push_to_hub()` does; see `Trainer.create_model_card`.
+
+        The metadata are the Trainer's, the text is that of `complete_card`, with `card_details`.
+        """
+        trainer: Any = self
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        if trainer.is_world_process_zero():
+            complete_card(Path(trainer.args.output_dir) / "README.md", trainer, trainer.card_details)
 
     def _optimizer_is_mars(self) -> bool:
         """Whether `optim` decides, and says MARS."""

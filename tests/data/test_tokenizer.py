@@ -1,9 +1,10 @@
 """Byte-level BPE: lossless on any text, the same every time, and read back as it was."""
 
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, GPT2Config
 
-from mars_hf.data import train_tokenizer
+from mars_hf.data import character_tokenizer, corpus_tokenizer, count_bytes, pack, train_tokenizer
 
 TEXTS = [
     "the cat sat on the mat. the cat ate the rat.\n" * 20,
@@ -81,3 +82,54 @@ def test_the_stock_collator_masks_padding_but_not_the_end_of_text(tokenizer):
 def test_errors(texts, vocab_size, message):
     with pytest.raises(ValueError, match=message):
         train_tokenizer(texts, vocab_size)
+
+
+@pytest.fixture(scope="module")
+def characters():
+    return character_tokenizer(["to be,\nor 😀", "not é"])
+
+
+def test_a_character_is_a_token_in_the_order_of_unicode(characters):
+    # ids: <|endoftext|>, newline, space, comma, b, e, n, o, r, t, é, 😀
+    assert len(characters) == 12
+    assert characters("to be,\nor 😀")["input_ids"] == [9, 7, 2, 4, 5, 3, 1, 7, 8, 2, 11]
+    assert (characters.bos_token_id, characters.eos_token_id, characters.unk_token_id) == (0, 0, 0)
+    assert characters.pad_token_id is None
+
+
+@pytest.mark.parametrize("text", ["  not  to\n\nbe ", "é😀,", "e\n", ""])
+def test_known_characters_survive_the_round_trip(characters, text):
+    assert characters.decode(characters(text)["input_ids"]) == text
+
+
+def test_an_unknown_character_is_the_unknown_token(characters):
+    assert characters("bXe\u0301")["input_ids"] == [4, 0, 5, 0]
+
+
+def test_characters_are_saved_and_loaded_also_beside_a_model(characters, tmp_path):
+    characters.save_pretrained(tmp_path)
+    GPT2Config().save_pretrained(tmp_path)
+    loaded = corpus_tokenizer(str(tmp_path), ["unread"], 300)
+    text = "not to be,\n\n  or 😀"
+    assert loaded(text)["input_ids"] == characters(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text and loaded.eos_token_id == 0
+
+
+def test_packed_characters_and_their_bytes(characters):
+    data = Dataset.from_dict({"text": ["to é\n", "be"]})
+    blocks = pack(data, characters, 3)
+    assert blocks["input_ids"][:].tolist() == [[9, 7, 2], [10, 1, 0], [4, 5, 0]]
+    assert count_bytes(blocks, characters) == len("o ") + len("\n") + len("e")
+
+
+def test_the_tokenizer_that_a_name_means(characters):
+    texts = ["the cat sat on the mat"]
+    assert len(corpus_tokenizer("characters", texts, 300)) == len(set(texts[0])) + 1
+    trained = corpus_tokenizer(None, texts, 260)
+    assert trained.backend_tokenizer.to_str() == train_tokenizer(texts, 260).backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize(("texts", "message"), [("to be", "texts is one string"), ([""], "texts hold no character")])
+def test_characters_need_documents(texts, message):
+    with pytest.raises(ValueError, match=message):
+        character_tokenizer(texts)

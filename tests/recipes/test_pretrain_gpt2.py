@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,6 +43,30 @@ def test_it_learns_and_reports(run):
     assert "12/12" in printed  # the progress bar
     assert results["sample"].startswith("It is a truth")
     assert (output / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_model_card_tells_what_was_found(run):
+    output, _ = run
+    results = json.loads((output / "results.json").read_text())
+    card = ModelCard.load(output / "final" / "README.md")
+    scores = {(r.dataset_name, r.metric_type): r.metric_value for r in card.data.eval_results}
+    assert scores["held-out text", "loss"] == results["eval_loss"]
+    assert scores["held-out text", "bits per byte"] == results["bits_per_byte"]
+    for name, task in results["lm_eval"]["tasks"].items():
+        assert scores[f"{name} (0-shot)", "acc_norm"] == task["acc_norm"]
+    for line in (
+        "the embedded corpus, two novels by Jane Austen: ",
+        "tokens of a vocabulary of 512, in blocks of 48.",
+        "with mars-adamw of mars_hf",
+        "| lr | 0.006 |",
+        "embedded subset: first 4 of 10,042 validation items |",
+        "![loss curve](loss.png)",
+    ):
+        assert line in card.text, f"the card lacks {line!r}"
+    assert (output / "final" / "loss.png").is_file()
+    assert (output / "README.md").read_text() == (output / "final" / "README.md").read_text()
+    assert results["cost"]["training_seconds"] > 0
+    assert results["history"][-1]["eval_loss"] == results["eval_loss"]
 
 
 def test_bits_per_byte_by_hand(run, root):

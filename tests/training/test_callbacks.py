@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from tiny import arguments, assert_same, gpt2, losses, train, weights
+from tiny import arguments, assert_same, gpt2, losses, rows, train, weights
 from transformers import Trainer, TrainerCallback
 
 import mars_hf
+from mars_hf.training import callbacks
+from mars_hf.training.callbacks import TrainingCost
 
 NAMES = ("relative_change", "cosine", "clipped", "c_over_g")
 
@@ -95,3 +97,31 @@ def test_stock_trainer_is_refused(tmp_path):
     mars_hf.register()
     with pytest.raises(ValueError, match=r"mars_metrics=True.*use mars_hf\.MARSTrainer"):
         train(arguments(tmp_path, mars_metrics=True), trainer_class=Trainer)
+
+
+def test_cost_counts_the_seconds_of_steps_alone_and_goes_on_after_a_resume(tmp_path, monkeypatch):
+    """On a clock that moves by 10 in every forward pass, in training and in evaluation."""
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+
+    def model():
+        ticking = gpt2()
+        ticking.register_forward_pre_hook(lambda *_: now.__setitem__(0, now[0] + 10))
+        return ticking
+
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings["gradient_accumulation_steps"] = 2
+    costs = [TrainingCost(), TrainingCost()]
+    whole = train(arguments(tmp_path, **settings), model(), callbacks=[costs[0]], eval_dataset=rows())
+    elapsed = [(row["step"], row["elapsed_seconds"]) for row in whole.state.log_history if "loss" in row]
+    assert elapsed == [(1, 20), (2, 40), (3, 60), (4, 80)], "two micro-batches a step, no evaluation"
+    assert [row["elapsed_seconds"] for row in whole.state.log_history if "eval_loss" in row] == [40, 80]
+    report = costs[0].report()
+    assert report["training_seconds"] == 80
+    sizes = {True: 3, False: 2}  # in multiples of the parameter: mars-adamw for matrices, adamw for vectors
+    tensors = [p for p in whole.model.parameters() if p.requires_grad]
+    assert report["optimizer_state_bytes"] == sum(4 * (sizes[p.ndim == 2] * p.numel() + 1) for p in tensors)
+    assert report["peak_memory_bytes"] > 50e6
+    resume = str(tmp_path / "checkpoint-2")
+    train(arguments(tmp_path, **settings), model(), resume=resume, callbacks=[costs[1]], eval_dataset=rows())
+    assert costs[1].report()["training_seconds"] == 80
