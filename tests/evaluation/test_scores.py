@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mars_hf.evaluation import evaluate
+from mars_hf.evaluation.ranks import Ranks
 from mars_hf.evaluation.scorer import Scorer
 from mars_hf.evaluation.tasks import _stock_files
 
@@ -64,7 +65,7 @@ def test_scores_equal_hand_computation(make_model, tokenizer, items, items_dir, 
 
 def test_log_likelihoods_and_pieces_equal_hand_computation(make_model, tokenizer):
     model = make_model(32)
-    scorer = Scorer(model, tokenizer, batch_size=3)
+    scorer = Scorer(model, tokenizer, batch_size=3, ranks=Ranks(together=False))
     short, long = list(range(10, 20)), list(range(40, 110))  # 70 tokens do not fit 32 positions: pieces of 16
     requests = [((None, None), list(range(1, 9)), short), ((None, None), list(range(1, 60)), long)]
     (short_score, _), (long_score, _) = scorer._loglikelihood_tokens(requests)
