@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from mars_hf import MARSTrainer, MARSTrainingArguments
+from mars_hf import LMEvalCallback, MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes, load_text_corpus, pack, train_tokenizer
+from mars_hf.evaluation import format_table
 from mars_hf.models import build_gpt2, gpt2_config
 from mars_hf.plots import plot_loss
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
@@ -65,10 +66,14 @@ class ModelArguments:
 @dataclass
 class EvaluationArguments:
     lm_eval_tasks: list[str] = field(
-        default_factory=list, metadata={"help": "lm-eval tasks to score at the end, or none."}
+        default_factory=list, metadata={"help": "lm-eval tasks to score, as hellaswag,arc_easy, or none."}
+    )
+    lm_eval_every: str | None = field(
+        default=None, metadata={"help": "Steps between two scorings, epoch or save; default: at the end alone."}
     )
     lm_eval_limit: int | None = field(default=None, metadata={"help": "Items of each task; default: all at hand."})
     lm_eval_data: str | None = field(default=None, metadata={"help": "Folder with <task>/<split>.jsonl."})
+    lm_eval_strict: bool = field(default=False, metadata={"help": "A failed scoring ends the run."})
     sample_prompt: str = field(default="It is a truth", metadata={"help": "Start of the sampled text."})
     sample_tokens: int = field(default=100, metadata={"help": "Tokens to sample; 0 for none."})
 
@@ -119,6 +124,7 @@ def main() -> None:
         data_collator=causal_collator,
         processing_class=tokenizer,
     )
+    scores = add_scores(trainer, eval_args)
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
         args,
@@ -141,6 +147,9 @@ def main() -> None:
     results["settings"]["steps"] = trainer.state.global_step
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
+    if scores:
+        say(args, f"scoring {', '.join(scores.tasks)} ...")
+        results["lm_eval"] = scores.score()
     if args.should_save:
         report = Path(args.output_dir) / "results.json"
         report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
@@ -149,8 +158,8 @@ def main() -> None:
         if eval_args.sample_tokens:
             results["sample"] = sample(model, tokenizer, eval_args.sample_prompt, eval_args.sample_tokens)
             say(args, f"\n{results['sample']}\n")
-        if eval_args.lm_eval_tasks not in ([], ["none"]):
-            results["lm_eval"] = score(model, tokenizer, eval_args)
+        if results.get("lm_eval"):
+            say(args, format_table(results["lm_eval"]))
         report.write_text(json.dumps(results, indent=2))
         say(
             args,
@@ -206,20 +215,20 @@ def sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: s
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def score(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eval_args: EvaluationArguments) -> dict[str, Any]:
-    """Scores of lm-eval tasks, printed as a table."""
-    from mars_hf.evaluation import evaluate, format_table
-
-    print(f"scoring {', '.join(eval_args.lm_eval_tasks)} ...", flush=True)
-    result = evaluate(
-        model,
-        tokenizer=tokenizer,
-        tasks=eval_args.lm_eval_tasks,
+def add_scores(trainer: MARSTrainer, eval_args: EvaluationArguments) -> LMEvalCallback | None:
+    """The callback that scores lm-eval tasks during training and, when asked, after it."""
+    if eval_args.lm_eval_tasks in ([], ["none"]):
+        return None
+    callback = LMEvalCallback(
+        trainer,
+        eval_args.lm_eval_tasks,
+        every=eval_args.lm_eval_every,
         limit=eval_args.lm_eval_limit,
         data_dir=eval_args.lm_eval_data,
+        strict=eval_args.lm_eval_strict,
     )
-    print(format_table(result), flush=True)
-    return result
+    trainer.add_callback(callback)
+    return callback
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ class LMEvalCallback(TrainerCallback):
     The scores are logged as `eval_<task>_<metric>`, in the log history and by trackers; `lm_eval-<step>.json` in
     `output_dir` holds the whole result of `evaluate`. `metric_for_best_model` may name one of them; they are then
     computed at every evaluation of the Trainer as well. (An EarlyStoppingCallback that watches one must be added after
-    this callback.) On several processes, under DDP, FSDP2 or DeepSpeed, all share the work and get the scores. Training goes on as if
-    nothing had been scored, bit for bit.
+    this callback.) On several processes, under DDP, FSDP2 or DeepSpeed, all share the work and get the scores. Training
+    goes on as if nothing had been scored, bit for bit.
 
     Args:
         trainer: The Trainer, whose `processing_class` is the model's tokenizer.

@@ -125,7 +125,7 @@ def find_items(task: str, config: Mapping[str, Any], data_dir: Path | None, num_
     raise ValueError(
         f"tasks: no items for {task!r}: its dataset {config['dataset_path']!r} is "
         f"{'not available from' if online else 'not cached and there is no connection to'} the Hugging Face Hub; "
-        f"go online, or pass data_dir= with {name}/{wanted[0]}.jsonl"
+        f"go online, or pass data_dir= (--lm_eval_data) with {name}/{wanted[0]}.jsonl"
     )
 
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import fsdp_on_cpu
+import scoring
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -65,11 +66,13 @@ class Events:
         infinite_loss: step at which the last rank's loss is infinite.
         lost_batch: step whose global batch is taken out of the data.
         bypassed: steps at which no parameter of the last block takes part.
+        scored: after so many steps, and again after as many, lm-eval scores the model.
     """
 
     infinite_loss: int | None = None
     lost_batch: int | None = None
     bypassed: Sequence[int] = ()
+    scored: int | None = None
 
 
 class EventfulTrainer(MARSTrainer):
@@ -218,14 +221,17 @@ def run(case: dict, output: Path) -> None:
         events = Events(**case["events"])
         trainer = EventfulTrainer(model=model, args=args, train_dataset=data(events.lost_batch), callbacks=callbacks)
         trainer.events = events
+        if events.scored:
+            scoring.add_callback(trainer, events.scored)
         if engine.bucket_view:
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
         trainer.train()
-    check_engine(trainer, engine)
+        check_engine(trainer, engine)
+        scores = scoring.facts(trainer, Path(folder)) if events.scored else None
     whole = whole_parameters(trainer)
     if trainer.is_world_process_zero():
         save_file(whole, output / f"{case['name']}.safetensors")
-        facts = {"log": trainer.state.log_history, "shortened": witness.shortened}
+        facts = {"log": trainer.state.log_history, "shortened": witness.shortened, "scores": scores}
         (output / f"{case['name']}.json").write_text(json.dumps(facts))
     if engine.stage is not None:
         trainer.deepspeed.destroy()

@@ -33,7 +33,10 @@ def failure(error, *arguments, **keywords):
         ({"tasks": []}, ["tasks: []", "hellaswag"]),
         ({"tasks": [3]}, ["tasks: [3]", "hellaswag"]),
         ({"tasks": ["hellaswgg"]}, ["tasks: 'hellaswgg'", "did you mean 'hellaswag'?"]),
-        ({"tasks": ["arc_easy", "sciq"]}, ["'sciq'", "'allenai/sciq'", "go online", "data_dir= with sciq/test.jsonl"]),
+        (
+            {"tasks": ["arc_easy", "sciq"]},
+            ["'sciq'", "'allenai/sciq'", "go online", "data_dir= (--lm_eval_data) with sciq/test.jsonl"],
+        ),
         ({"tasks": ["glue"]}, ["tasks: 'glue'", "one by one"]),
         ({"data_dir": "no/such/folder"}, ["data_dir: 'no/such/folder'", "<task>/<split>.jsonl"]),
         ({"tokenizer": None}, ["tokenizer: None", "pass tokenizer="]),
