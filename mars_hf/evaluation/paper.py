@@ -24,8 +24,8 @@ COLUMNS = (
 )
 TASKS = tuple(task for _, task, _ in COLUMNS)
 
-# Per cent, zero-shot, after 50B tokens of FineWeb-Edu; OpenAI's models had other data. arXiv 2411.10438. The averages of
-# these rounded figures are the paper's, but for XL AdamW, 55.43 there.
+# Per cent, zero-shot, after 50B tokens of FineWeb-Edu; OpenAI's models had other data. arXiv 2411.10438. The averages
+# of these rounded figures are the paper's, but for XL AdamW, 55.43 there.
 PUBLISHED = {
     "GPT-2 small, OpenAI": (39.48, 22.70, 48.72, 31.14, 27.20, 62.51, 51.62, 22.92, 64.40),
     "GPT-2 small, AdamW": (51.43, 26.54, 55.78, 36.26, 30.60, 64.53, 50.36, 24.49, 71.50),
