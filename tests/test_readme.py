@@ -53,5 +53,10 @@ def test_launch_commands_run(command, launch, tmp_path):
 
 
 def test_other_commands_of_the_readme_are_known():
-    known = ("python3 -m venv", "accelerate launch", "python recipes/bench_step.py")
+    known = (
+        "python3 -m venv",
+        "accelerate launch",
+        "python recipes/bench_step.py",
+        "python recipes/evaluate_downstream.py",
+    )
     assert all(command.startswith(known) for command in COMMANDS)

@@ -24,12 +24,14 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_two_processes_score_as_one(checkpoint, launch, tmp_path):
-    tasks = ["--tasks", "arc_easy,piqa", "--limit", "7"]
+def test_two_processes_score_as_one(checkpoint, root, launch, tmp_path):
+    """The command of the README, and the same on two processes."""
+    (command,) = (line for line in (root / "README.md").read_text().split("\n") if line.startswith(f"python {RECIPE}"))
+    options = command.replace("runs/quickstart/final", str(checkpoint)).replace("--limit 50", "--limit 7").split()[1:]
+    assert options[-2] == "--output_dir"
     printed = {}
-    for name, options in {"one": [], "two": ["--config_file", "accelerate_configs/ddp_cpu.yaml"]}.items():
-        done = launch(*options, RECIPE, checkpoint, *tasks, "--output_dir", tmp_path / name)
-        printed[name] = done.stdout
+    for name, launcher in {"one": [], "two": ["--config_file", "accelerate_configs/ddp_cpu.yaml"]}.items():
+        printed[name] = launch(*launcher, *options[:-1], tmp_path / name).stdout
     one, two = (json.loads((tmp_path / name / "downstream.json").read_text()) for name in ("one", "two"))
     counts = [next(iter(result["results"].values())).pop("processes") for result in (one, two)]
     assert counts == [1, 2], "the second launch was one of two processes"
