@@ -56,3 +56,11 @@ def name_of(p: Tensor, group: dict[str, Any], i: int) -> str:
     given = group["params"][i]
     name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
     return f"parameter {name!r} (shape {whole_shape(p)})"
+
+
+def name_in(group: dict[str, Any], p: Tensor) -> str:
+    return name_of(p, group, place_of(p, group))
+
+
+def place_of(p: Tensor, group: dict[str, Any]) -> int:
+    return next(i for i, q in enumerate(group["params"]) if tensor_of(q) is p)
