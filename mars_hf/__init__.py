@@ -7,12 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mars_hf.evaluation import LMEvalCallback
     from mars_hf.optim import MARS, mars_param_groups
     from mars_hf.training import MARSArguments, MARSTrainer, MARSTrainerMixin, MARSTrainingArguments, register
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "LMEvalCallback": "mars_hf.evaluation",
     "MARS": "mars_hf.optim",
     "mars_param_groups": "mars_hf.optim",
     "MARSArguments": "mars_hf.training",
@@ -24,6 +26,7 @@ _HOME = {
 
 __all__ = [
     "MARS",
+    "LMEvalCallback",
     "MARSArguments",
     "MARSTrainer",
     "MARSTrainerMixin",

@@ -25,8 +25,9 @@ from pretraining_data import load_data
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from mars_hf import MARSTrainer, MARSTrainingArguments
+from mars_hf import LMEvalCallback, MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes
+from mars_hf.evaluation import format_table
 from mars_hf.models import build_model, configure
 from mars_hf.plots import plot_loss
 from mars_hf.training.callbacks import TrainingCost
@@ -103,10 +104,14 @@ class ModelArguments:
 @dataclass
 class EvaluationArguments:
     lm_eval_tasks: list[str] = field(
-        default_factory=list, metadata={"help": "lm-eval tasks to score at the end, or none."}
+        default_factory=list, metadata={"help": "lm-eval tasks to score, as hellaswag,arc_easy, or none."}
+    )
+    lm_eval_every: str | None = field(
+        default=None, metadata={"help": "Steps between two scorings, epoch or save; default: at the end alone."}
     )
     lm_eval_limit: int | None = field(default=None, metadata={"help": "Items of each task; default: all at hand."})
     lm_eval_data: str | None = field(default=None, metadata={"help": "Folder with <task>/<split>.jsonl."})
+    lm_eval_strict: bool = field(default=False, metadata={"help": "A failed scoring ends the run."})
     sample_prompt: str = field(default="It is a truth", metadata={"help": "Start of the sampled text."})
     sample_tokens: int = field(default=100, metadata={"help": "Tokens to sample; 0 for none."})
 
@@ -147,6 +152,7 @@ def main(options: Sequence[str] | None = None) -> None:
         processing_class=tokenizer,
         callbacks=[*data.callbacks, cost],
     )
+    scores = add_scores(trainer, wanted, eval_args) if wanted else None
     tokens_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * data_args.block_size
     say(
         args,
@@ -176,14 +182,17 @@ def main(options: Sequence[str] | None = None) -> None:
         report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
     if not math.isfinite(results["eval_loss"]):
         raise ValueError(f"eval_loss={results['eval_loss']}: it diverged, lower learning_rate={args.learning_rate}")
+    if scores:
+        say(args, f"scoring {', '.join(scores.tasks)} ...")
+        results["lm_eval"] = scores.score()
     if args.should_save:
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)
         if eval_args.sample_tokens:
             results["sample"] = sample(model, tokenizer, data_args.block_size, eval_args)
             say(args, f"\n{results['sample']}\n")
-        if wanted:
-            results["lm_eval"] = score(model, tokenizer, eval_args)
+        if results.get("lm_eval"):
+            say(args, format_table(results["lm_eval"]))
         report.write_text(json.dumps(results, indent=2))
         source = data_args.dataset_name or data_args.dataset_path or "the embedded corpus, two novels by Jane Austen"
         described = f"{source}: {data.described}, vocabulary {config.vocab_size:,}, blocks of {data_args.block_size}."
@@ -266,20 +275,18 @@ def sample(
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def score(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eval_args: EvaluationArguments) -> dict[str, Any]:
-    """Scores of lm-eval tasks, printed as a table."""
-    from mars_hf.evaluation import evaluate, format_table
-
-    print(f"scoring {', '.join(eval_args.lm_eval_tasks)} ...", flush=True)
-    result = evaluate(
-        model,
-        tokenizer=tokenizer,
-        tasks=eval_args.lm_eval_tasks,
+def add_scores(trainer: MARSTrainer, tasks: list[str], eval_args: EvaluationArguments) -> LMEvalCallback:
+    """The callback that scores lm-eval tasks during training and, when asked, after it."""
+    callback = LMEvalCallback(
+        trainer,
+        tasks,
+        every=eval_args.lm_eval_every,
         limit=eval_args.lm_eval_limit,
         data_dir=eval_args.lm_eval_data,
+        strict=eval_args.lm_eval_strict,
     )
-    print(format_table(result), flush=True)
-    return result
+    trainer.add_callback(callback)
+    return callback
 
 
 if __name__ == "__main__":

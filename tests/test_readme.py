@@ -99,4 +99,5 @@ def test_other_commands_of_the_readme_are_known():
     known += ("python recipes/import_checkpoint.py --checkpoint ",)  # by tests/recipes/test_import_checkpoint.py
     known += ("python recipes/prepare_data.py",)
     known += ("python recipes/compare_optimizers.py",)
+    known += ("python recipes/evaluate_downstream.py",)
     assert all(command.startswith(known) for command in COMMANDS)

@@ -1,7 +1,7 @@
 """Where the items of a task come from: a folder of the user, the Hub, the datasets cache, or the embedded items."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,7 @@ MANIFEST: dict[str, dict[str, Any]] = json.loads((ITEMS / "manifest.json").read_
 SPLIT_SIZES = {(task, entry["split"]): entry["items_in_split"] for task, entry in MANIFEST.items()} | {
     ("arc_easy", "validation"): 570,
     ("arc_challenge", "validation"): 299,
-    ("piqa", "validation"): 1838,
-    ("winogrande", "validation"): 1267,
     ("openbookqa", "validation"): 500,
-    ("openbookqa", "test"): 500,
-    ("boolq", "validation"): 3270,
     ("sciq", "validation"): 1000,
     ("sciq", "test"): 1000,
 }
@@ -68,6 +64,31 @@ class Items:
         return text if self.scored == self.stock else f"{text}; the stock task scores {self.stock}"
 
 
+def summary(parts: Sequence[tuple[Items, int]]) -> dict[str, Any]:
+    """What a score stands on, as it appears in a result.
+
+    Args:
+        parts: The items of a task, or of each task of a group, and how many of them were scored.
+    """
+    first, items = parts[0][0], sum(scored for _, scored in parts)
+    sizes = [part.total for part, _ in parts]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    source = ", ".join(sorted({part.source for part, _ in parts}))
+    if len(parts) == 1:
+        data = first.describe(items)
+    else:
+        of = "size of the full split unknown" if total is None else f"of {total:,}"
+        data = f"{source}: {items:,} {first.scored} items ({of}) in {len(parts)} parts"
+    return {
+        "items": items,
+        "total_items": total,
+        "subset": None if total is None else items < total,
+        "data": data,
+        "source": source,
+        "split": first.scored,
+    }
+
+
 def _first(items: int, at_hand: int) -> str:
     return f"all {items:,}" if items == at_hand else f"first {items:,} of {at_hand:,}"
 
@@ -88,8 +109,9 @@ def find_items(task: str, config: Mapping[str, Any], data_dir: Path | None, num_
     if not wanted or not config.get("dataset_path"):
         raise ValueError(f"tasks: {task!r} has no dataset split to score; choose another task")
     examples = _fewshot_split(config) if num_fewshot else None
+    name = _folder(task, config)
 
-    if data_dir is not None and (items := _from_folder(data_dir, "data_dir", task, wanted, examples)):
+    if data_dir is not None and (items := _from_folder(data_dir, "data_dir", name, wanted, examples)):
         return items
     online = hub_reachable()
     for source in ["hub", "cache"] if online else ["cache"]:
@@ -98,13 +120,18 @@ def find_items(task: str, config: Mapping[str, Any], data_dir: Path | None, num_
             needed = {wanted[0], examples} & splits.keys()
             total = len(splits[wanted[0]])
             return Items(source, {name: splits[name] for name in needed}, wanted[0], wanted[0], total)
-    if items := _from_folder(ITEMS, "embedded", task, wanted, examples):
+    if items := _from_folder(ITEMS, "embedded", name, wanted, examples):
         return items
     raise ValueError(
         f"tasks: no items for {task!r}: its dataset {config['dataset_path']!r} is "
         f"{'not available from' if online else 'not cached and there is no connection to'} the Hugging Face Hub; "
-        f"go online, or pass data_dir= with {task}/{wanted[0]}.jsonl"
+        f"go online, or pass data_dir= (--lm_eval_data) with {name}/{wanted[0]}.jsonl"
     )
+
+
+def _folder(task: str, config: Mapping[str, Any]) -> str:
+    """Where a folder of items keeps a task: its name, or mmlu/anatomy for a subject of MMLU."""
+    return f"mmlu/{config['dataset_name']}" if config["dataset_path"] == "cais/mmlu" else task
 
 
 def _fewshot_split(config: Mapping[str, Any]) -> str | None:
@@ -117,19 +144,20 @@ def _fewshot_split(config: Mapping[str, Any]) -> str | None:
     return next(config[f"{kind}_split"] for kind in ("training", "validation", "test") if config.get(f"{kind}_split"))
 
 
-def _from_folder(folder: Path, source: str, task: str, wanted: list[str], examples: str | None) -> Items | None:
-    scored = next((split for split in wanted if (folder / task / f"{split}.jsonl").is_file()), None)
+def _from_folder(folder: Path, source: str, name: str, wanted: list[str], examples: str | None) -> Items | None:
+    home = folder / name
+    scored = next((split for split in wanted if (home / f"{split}.jsonl").is_file()), None)
     if scored is None:
         return None
-    if examples and not (folder / task / f"{examples}.jsonl").is_file():
+    if examples and not (home / f"{examples}.jsonl").is_file():
         place = "data_dir has" if source == "data_dir" else "the items embedded in this package have"
         raise ValueError(
-            f"num_fewshot: the examples of {task!r} come from its {examples!r} split, which {place} not; "
-            f"pass num_fewshot=0, or data_dir= with {task}/{examples}.jsonl"
+            f"num_fewshot: the examples of {name!r} come from its {examples!r} split, which {place} not; "
+            f"pass num_fewshot=0, or data_dir= with {name}/{examples}.jsonl"
         )
     needed = {scored, examples} if examples else {scored}
-    splits = {split: _read(folder / task / f"{split}.jsonl") for split in needed}
-    return Items(source, splits, scored, wanted[0], SPLIT_SIZES.get((task, scored)))
+    splits = {split: _read(home / f"{split}.jsonl") for split in needed}
+    return Items(source, splits, scored, wanted[0], SPLIT_SIZES.get((name, scored)))
 
 
 def _read(path: Path) -> datasets.Dataset:

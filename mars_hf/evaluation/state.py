@@ -44,6 +44,25 @@ def same_training_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def no_caches_left(model: nn.Module) -> Iterator[None]:
+    """Drops on leaving what a forward pass without gradients keeps for the next one, which may need gradients.
+
+    Under FSDP2 the root keeps its parameters whole until a backward pass; a step before the next forward pass would go
+    unnoticed. Autocast keeps its casts of the weights, without their gradients.
+
+    Args:
+        model: The model an evaluation runs.
+    """
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for module in model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Keeps lm-eval, datasets and transformers from logging below errors and from drawing progress bars."""
     import datasets

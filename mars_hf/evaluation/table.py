@@ -1,6 +1,6 @@
 """The result of evaluate() for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -21,10 +21,15 @@ def format_table(result: Mapping[str, Any]) -> str:
             rows.append(
                 (label, metric, _score(task[metric], task[f"{metric}_stderr"]), f"{task['items']:,}", task["data"])
             )
+    return "\n".join(markdown(rows))
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned lines of a Markdown table, the first row being its header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
-    return "\n".join(lines)
+    return lines
 
 
 def _score(score: float | None, stderr: float | None) -> str:

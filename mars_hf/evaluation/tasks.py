@@ -3,13 +3,16 @@
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
+import yaml
 from jinja2 import TemplateError
+from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.config.group import AggMetricConfig
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks.manager import load_yaml
 
@@ -17,6 +20,9 @@ from mars_hf.evaluation.sources import Items
 
 _TASK_LINE = re.compile(r"""^["']?task["']?:[ \t]*["']?([^\s"'\[]+)["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
 _GROUP_LINE = re.compile(r"""^["']?(?:group|class)["']?:""", re.MULTILINE)
+
+# Groups that are scored as one task, with the file that defines them; their members are all tasks of its folder.
+_GROUPS = {"mmlu": "mmlu/default/_mmlu.yaml"}
 
 
 @functools.cache
@@ -31,6 +37,26 @@ def _stock_files() -> dict[str, Path]:
         if (line := _TASK_LINE.search(text)) and not _GROUP_LINE.search(text):
             files.setdefault(line[1], path)
     return files
+
+
+def members(name: str) -> list[str]:
+    """The tasks that a name stands for: the subjects of "mmlu", or the name alone."""
+    if name not in _GROUPS:
+        return [name]
+    folder = (Path(lm_eval.tasks.__file__).parent / _GROUPS[name]).parent
+    return sorted(task for task, path in _stock_files().items() if path.parent == folder)
+
+
+def stock_group(name: str, tasks: Sequence[ConfigurableTask]) -> Group | None:
+    """The group of this name, which lm-eval averages as its definition says; None if it is a single task."""
+    if name not in _GROUPS:
+        return None
+    config = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / _GROUPS[name]).read_text(encoding="utf-8"))
+    metrics = [AggMetricConfig(**metric) for metric in config["aggregate_metric_list"]]
+    group = Group(name, aggregate_metric_list=metrics, metadata=config["metadata"])
+    for task in tasks:
+        group.add(task)
+    return group
 
 
 def stock_config(name: str) -> dict[str, Any]:
@@ -53,6 +79,17 @@ def stock_config(name: str) -> dict[str, Any]:
         )
     config = load_yaml(files[name])
     return {key: value for key, value in config.items() if key not in {"tag", "group", "task_list"}}
+
+
+class _Task(ConfigurableTask):
+    """A stock task that builds its requests once, however many models it scores."""
+
+    def build_all_requests(self, *, limit: int | None = None, **options: Any) -> None:
+        if getattr(self, "_built_for", ...) != limit:
+            super().build_all_requests(limit=limit, **options)
+            self._built_for = limit
+        for instance in self._instances:
+            instance.resps, instance.filtered_resps = [], {}
 
 
 def build_task(config: Mapping[str, Any], items: Items, num_fewshot: int) -> ConfigurableTask:
@@ -78,7 +115,7 @@ def build_task(config: Mapping[str, Any], items: Items, num_fewshot: int) -> Con
         config["process_docs"] = functools.cache(process_docs)
     config |= {"custom_dataset": lambda **_: items.splits, "dataset_kwargs": None, "num_fewshot": num_fewshot}
     try:
-        task = ConfigurableTask(config=config)
+        task = _Task(config=config)
     except (KeyError, TypeError, ValueError, TemplateError) as error:  # raised by its prompt on the first row
         raise ValueError(
             f"tasks: the {items.source} rows of {config['task']!r} do not fit its prompt ({error!r}); "

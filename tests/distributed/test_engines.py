@@ -39,6 +39,7 @@ class Run(NamedTuple):
 class Result(NamedTuple):
     parameters: dict[str, Tensor]
     log: list[dict[str, float]]  # one entry for each step
+    scores: list[dict]  # of each rank: see scoring.py
     shortened: list[tuple[int, int]]  # at each step: tensors that the per-tensor clip left alone, that it shortened
     bytes: int  # most memory in use between a backward pass and a step
 
@@ -81,7 +82,8 @@ def results(request, tmp_path_factory):
         )
         facts = json.loads((folder / f"{name}.json").read_text())
         steps = [entry for entry in facts["log"] if "loss" in entry]
-        return Result(load_file(folder / f"{name}.safetensors"), steps, facts["shortened"], facts["bytes"])
+        scores = (facts["scores"] or {}).get("ranks", [])
+        return Result(load_file(folder / f"{name}.safetensors"), steps, scores, facts["shortened"], facts["bytes"])
 
     return result
 
@@ -217,3 +219,26 @@ def test_a_rank_holds_what_was_estimated(results, runs):
     print(figures)  # pytest -rP shows it
     # The smallest part of any estimate is 0.67 bytes a parameter: 16-bit gradients of a third of the model.
     assert -0.05 < (measured - memory.total) / size < 0.6, f"{engine} {case}: {figures}"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        needs(Run(engine, name), Run(engine, CASES[name].reference), Run("one", name))
+        for engine in ENGINES
+        for name, case in CASES.items()
+        if "scored" in case.events and trains(engine, name)
+    ],
+)
+def test_lm_eval_scores_as_on_one_process_and_leaves_no_trace(results, runs):
+    scored, unscored, one = (results(run) for run in runs)
+    assert_close(scored.parameters, unscored.parameters, rtol=0, atol=0, msg=lambda m: f"not as without scores: {m}")
+    assert [step["loss"] for step in scored.log] == [step["loss"] for step in unscored.log], "the training losses"
+    (alone,) = one.scores
+    assert [row["step"] for row in alone["log"]] == [4, 8], "every four steps"
+    for rank, seen in enumerate(scored.scores):
+        assert seen["log"] == alone["log"], f"the log of rank {rank}"
+        assert "'sciq'" in seen["failures"]["items"], f"rank {rank}, when another has no items: {seen['failures']}"
+        assert "different items" in seen["failures"]["limit"], f"rank {rank}, when the items differ"
+    assert scored.scores[0]["files"].keys() == {"lm_eval-4.json", "lm_eval-8.json"}
+    assert all(file["processes"] == len(scored.scores) for file in scored.scores[0]["files"].values())

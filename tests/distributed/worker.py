@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import fsdp_on_cpu
+import scoring
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -66,11 +67,13 @@ class Events:
         infinite_loss: step at which the last rank's loss is infinite.
         lost_batch: step whose global batch is taken out of the data.
         bypassed: steps at which no parameter of the last block takes part.
+        scored: after so many steps, and again after as many, lm-eval scores the model.
     """
 
     infinite_loss: int | None = None
     lost_batch: int | None = None
     bypassed: Sequence[int] = ()
+    scored: int | None = None
 
 
 class EventfulTrainer(MARSTrainer):
@@ -218,19 +221,24 @@ def run(case: dict, output: Path) -> None:
         train(case)  # what is imported on the way must not count
         forget(dict(os.environ))
     with MemoryGauge() as gauge:
-        trainer, witness = train(case)
+        trainer, witness, scores = train(case)
     check_engine(trainer, ENGINES[case["engine"]])
     whole = whole_parameters(trainer)
     if trainer.is_world_process_zero():
         save_file(whole, output / f"{case['name']}.safetensors")
-        facts = {"log": trainer.state.log_history, "shortened": witness.shortened, "bytes": gauge.most}
+        facts = {
+            "log": trainer.state.log_history,
+            "shortened": witness.shortened,
+            "scores": scores,
+            "bytes": gauge.most,
+        }
         (output / f"{case['name']}.json").write_text(json.dumps(facts))
     if ENGINES[case["engine"]].stage is not None:
         trainer.deepspeed.destroy()
 
 
-def train(case: dict) -> tuple[EventfulTrainer, ClipWitness]:
-    """Trains one case."""
+def train(case: dict) -> tuple[EventfulTrainer, ClipWitness, dict | None]:
+    """Trains one case; with the facts of its scores, if any."""
     engine = ENGINES[case["engine"]]
     arguments = {**COMMON, **engine.arguments, **case["arguments"]}
     batch, rest = divmod(GLOBAL_BATCH, engine.processes * arguments.get("gradient_accumulation_steps", 1))
@@ -244,10 +252,13 @@ def train(case: dict) -> tuple[EventfulTrainer, ClipWitness]:
         events = Events(**case["events"])
         trainer = EventfulTrainer(model=model, args=args, train_dataset=data(events.lost_batch), callbacks=callbacks)
         trainer.events = events
+        if events.scored:
+            scoring.add_callback(trainer, events.scored)
         if engine.bucket_view:
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
         trainer.train()
-    return trainer, witness
+        scores = scoring.facts(trainer, Path(folder)) if events.scored else None
+    return trainer, witness, scores
 
 
 def forget(environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import lm_eval.evaluator
 import pytest
@@ -10,6 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mars_hf.evaluation import evaluate
+from mars_hf.evaluation.ranks import Ranks
 from mars_hf.evaluation.scorer import Scorer
 from mars_hf.evaluation.tasks import _stock_files
 
@@ -64,7 +66,7 @@ def test_scores_equal_hand_computation(make_model, tokenizer, items, items_dir, 
 
 def test_log_likelihoods_and_pieces_equal_hand_computation(make_model, tokenizer):
     model = make_model(32)
-    scorer = Scorer(model, tokenizer, batch_size=3)
+    scorer = Scorer(model, tokenizer, batch_size=3, ranks=Ranks(together=False))
     short, long = list(range(10, 20)), list(range(40, 110))  # 70 tokens do not fit 32 positions: pieces of 16
     requests = [((None, None), list(range(1, 9)), short), ((None, None), list(range(1, 60)), long)]
     (short_score, _), (long_score, _) = scorer._loglikelihood_tokens(requests)
@@ -114,13 +116,47 @@ def test_result_equals_simple_evaluate(make_model, tokenizer, items, tmp_path, m
     assert ours["num_fewshot"] == shots
 
 
-def test_scores_do_not_depend_on_the_batch_size(model, tokenizer, items_dir):
-    one, eight = (
-        evaluate(model, tasks=["arc_easy"], tokenizer=tokenizer, data_dir=items_dir, limit=40, batch_size=size)
-        for size in (1, 8)
-    )
-    assert one["tasks"] == eight["tasks"]
-    assert 0 < one["tasks"]["arc_easy"]["acc"] < 1
+def test_scores_depend_neither_on_the_batch_size_nor_on_a_pad_token(model, tokenizer, items_dir):
+    def score(size):
+        arguments = {"tokenizer": tokenizer, "data_dir": items_dir, "limit": 40, "batch_size": size}
+        return evaluate(model, tasks=["arc_easy", "boolq"], **arguments)["tasks"]
+
+    one, *others = (score(size) for size in (1, 8, "auto"))
+    tokenizer.pad_token = tokenizer.eos_token
+    for what, other in zip(["8", "auto", "8 with a pad token"], [*others, score(8)]):
+        assert other == one, f"batch size {what}"
+    assert 0 < one["arc_easy"]["acc"] < 1
+
+
+def test_auto_fills_forward_passes_with_tokens(model, tokenizer, items_dir):
+    shapes = []
+    model.register_forward_pre_hook(lambda module, arguments: shapes.append(tuple(arguments[0].shape)))
+    arguments = {"tokenizer": tokenizer, "data_dir": items_dir, "limit": 60}
+    evaluate(model, tasks=["hellaswag"], batch_size="auto", **arguments)
+    assert sum(rows for rows, _ in shapes) == 240, "a sequence for each ending"
+    assert all(rows * length <= 4096 and rows <= 64 for rows, length in shapes), shapes
+    assert shapes[0] == (32, 128) and [length for _, length in shapes] == sorted((s[1] for s in shapes), reverse=True)
+
+
+def test_no_logits_are_computed_for_the_prompts(model, tokenizer, items_dir):
+    shapes = []
+    model.lm_head.register_forward_hook(lambda module, arguments, logits: shapes.append(logits.shape[1]))
+    evaluate(model, tasks=["boolq"], tokenizer=tokenizer, data_dir=items_dir, limit=1)
+    assert max(shapes) < 8, f"prompts of 128 tokens, and logits of {shapes} positions"
+
+
+def test_mmlu_is_the_average_of_its_subjects_over_all_items(model, tokenizer, items_dir, tmp_path):
+    shutil.copytree(items_dir / "mmlu", tmp_path / "mmlu")
+    anatomy = tmp_path / "mmlu" / "anatomy" / "test.jsonl"
+    anatomy.write_text(anatomy.read_text() * 10)  # 20 items, so that an average over subjects is another number
+    result = evaluate(model, tasks="mmlu,mmlu_anatomy", tokenizer=tokenizer, data_dir=tmp_path)["tasks"]
+    subjects = [f"mmlu_{folder.name}" for folder in (tmp_path / "mmlu").iterdir()]
+    assert (len(subjects), result["mmlu"]["items"]) == (57, 56 * 2 + 20)
+    alone = evaluate(model, tasks=subjects, tokenizer=tokenizer, data_dir=tmp_path)["tasks"]
+    correct = sum(task["acc"] * task["items"] for task in alone.values())
+    assert result["mmlu"]["acc"] == pytest.approx(correct / 132), "correct items over items"
+    assert result["mmlu_anatomy"] == alone["mmlu_anatomy"], "a subject named beside its group"
+    assert result["mmlu"]["data"] == "data_dir: 132 test items (of 14,042) in 57 parts"
 
 
 def test_a_checkpoint_scores_as_the_model_in_memory(model, tokenizer, items_dir, tmp_path, no_network):
