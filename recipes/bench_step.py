@@ -2,7 +2,7 @@
 
     python recipes/bench_step.py
     python recipes/bench_step.py --optimizers mars-adamw mars-adamw-fused --rounds 31 --max_grad_norm 0
-    python recipes/bench_step.py --optimizers muon mars-m --rounds 5
+    python recipes/bench_step.py --baseline muon --optimizers mars-m --rounds 5
     python recipes/bench_step.py --optimizers mars-adamw-fused peers --authors ../MARS --output runs/bench.json
     python recipes/bench_step.py --device cuda --model medium
 
@@ -31,7 +31,6 @@ Params = list[nn.Parameter]
 
 # GPT-2 shapes by width and layers, with biases (148 tensors, 124M parameters at 768 and 12), and many small tensors.
 MODELS = {"small": (768, 12), "medium": (1024, 24), "tiny": (64, 2), "many": None}
-BASELINE = "adamw-fused"
 
 
 def orthogonalised(params: Params, rule: str) -> list[dict[str, Any]]:
@@ -117,6 +116,7 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizers", nargs="+", default=DEFAULT, choices=[*OPTIMIZERS, "peers"])
+    parser.add_argument("--baseline", default="adamw-fused", choices=list(OPTIMIZERS), help="what ratios are taken to")
     parser.add_argument(
         "--model", default="small", choices=list(MODELS), help="GPT-2 shapes, or 1,000 tensors of 1,000"
     )
@@ -134,7 +134,7 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
 
-    builders = {name: OPTIMIZERS[name] for name in [BASELINE, *args.optimizers] if name != "peers"}
+    builders = {name: OPTIMIZERS[name] for name in [args.baseline, *args.optimizers] if name != "peers"}
     if "peers" in args.optimizers:
         builders |= peers(args.authors)
     torch.manual_seed(0)
@@ -155,12 +155,17 @@ def main() -> None:
                 p.grad = g  # there are optimizers that take it away
             times[name].append(timed(optimizer, params, args.max_grad_norm, args.device))
     times = {name: values[args.warmup :] for name, values in times.items()}
-    report(times)
+    report(times, args.baseline)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
         args.output.write_text(json.dumps({"parameters": numel, "settings": settings, "seconds": times}, indent=2))
-        plot(times, args.output.with_suffix(".png"), f"{args.model}, {numel:,} parameters, {args.device}: {clip}")
+        plot(
+            times,
+            args.baseline,
+            args.output.with_suffix(".png"),
+            f"{args.model}, {numel:,} parameters, {args.device}: {clip}",
+        )
 
 
 def timed(optimizer: Any, params: Params, max_grad_norm: float, device: str) -> float:
@@ -175,35 +180,35 @@ def timed(optimizer: Any, params: Params, max_grad_norm: float, device: str) -> 
     return time.perf_counter() - start
 
 
-def ratios(times: dict[str, list[float]], name: str) -> list[float]:
-    return [value / base for value, base in zip(times[name], times[BASELINE])]
+def ratios(times: dict[str, list[float]], name: str, baseline: str) -> list[float]:
+    return [value / base for value, base in zip(times[name], times[baseline])]
 
 
-def report(times: dict[str, list[float]]) -> None:
+def report(times: dict[str, list[float]], baseline: str) -> None:
     print(f"{'optimizer':22} {'median ms':>10} {'ratio':>7} {'(quartiles)':>14}")
     for name, values in times.items():
-        low, middle, high = statistics.quantiles(ratios(times, name), n=4)
+        low, middle, high = statistics.quantiles(ratios(times, name, baseline), n=4)
         print(f"{name:22} {1000 * statistics.median(values):10.1f} {middle:7.2f} {f'({low:.2f}-{high:.2f})':>14}")
 
 
-def plot(times: dict[str, list[float]], path: Path, title: str) -> None:
+def plot(times: dict[str, list[float]], baseline: str, path: Path, title: str) -> None:
     """A bar for each optimizer: the median ratio, with the quartiles."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    quartiles = {name: statistics.quantiles(ratios(times, name), n=4) for name in times}
+    quartiles = {name: statistics.quantiles(ratios(times, name, baseline), n=4) for name in times}
     middles = [middle for _, middle, _ in quartiles.values()]
     errors = [[q[1] - q[0] for q in quartiles.values()], [q[2] - q[1] for q in quartiles.values()]]
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.35 * len(times)), layout="constrained")
     axes.barh(list(times), middles, xerr=errors, color="0.6", edgecolor="black")
     axes.axvline(1, color="black", linestyle="--")
     axes.invert_yaxis()
-    axes.set(xlabel=f"time by that of {BASELINE}", title=title)
+    axes.set(xlabel=f"time by that of {baseline}", title=title)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

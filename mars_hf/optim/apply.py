@@ -205,9 +205,7 @@ class Update:
             updates = sharding.on_whole_matrices(
                 matrices, work, lambda whole: orthogonalised(whole, hyper), hyper["ns_dtype"]
             )
-            updates = [u.to(m.dtype) for u, m in zip(updates, matrices)]
-            torch._foreach_mul_(updates, [factors[i] for i in where])
-            add_updates_([params[i] for i in where], updates, hyper)
+            add_updates_([params[i] for i in where], updates, hyper, [factors[i] for i in where])
 
 
 def chunks(part: Part) -> Iterator[Chunk]:

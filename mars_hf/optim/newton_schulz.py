@@ -30,7 +30,10 @@ def newton_schulz(stack: Tensor, *, steps: int, eps: float, dtype: torch.dtype) 
     tall = x.size(1) > x.size(2)
     if tall:
         x = x.mT
+    multiply_add = torch.baddbmm
+    if len(x) == 1:  # for which the products of a batch are slower
+        x, multiply_add = x[0], torch.addmm
     for _ in range(steps):
         p = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(p, p, p, beta=B, alpha=C), x, beta=A)
-    return x.mT if tall else x
+        x = multiply_add(x, multiply_add(p, p, p, beta=B, alpha=C), x, beta=A)
+    return (x.mT if tall else x).view(stack.shape)

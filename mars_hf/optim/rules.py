@@ -43,6 +43,9 @@ MATRIX_RULES = frozenset({"mars-shampoo", "mars-m", "muon", "moonlight"})  # the
 
 # MARS-M and Muon add this to the Frobenius norm; MARS-Shampoo adds the optimizer's eps (so does the authors' code).
 NS_EPS = 1e-7
+# On CPU matrices of this many elements go through Newton-Schulz one by one, which keeps each in cache; smaller ones,
+# and all on accelerators, go in stacks, which saves calls.
+NS_ALONE = 2**16
 
 
 def state_names(hyper: Hyper) -> tuple[str, ...]:
@@ -160,6 +163,8 @@ def orthogonalised(matrices: Tensors, hyper: Hyper) -> Tensors:
     `transposed` they are stored (in_features, out_features), as transformers' Conv1D stores them.
     """
     shape, transposed = matrices[0].shape, hyper["transposed"]
+    if shape.numel() >= NS_ALONE and len(matrices) > 1 and matrices[0].device.type == "cpu":
+        return [u for matrix in matrices for u in orthogonalised([matrix], hyper)]
     stack = torch.stack(matrices)
     stack = stack.flatten(0, 1) if hyper["stacked"] else stack.flatten(2)
     eps = NS_EPS
@@ -190,11 +195,15 @@ def rms_factor(rows: int, cols: int) -> float:
     return 0.2 * max(rows, cols) ** 0.5
 
 
-def add_updates_(params: Tensors, updates: Tensors, hyper: Hyper) -> None:
-    """p -= lr (wd p + u)."""
+def add_updates_(params: Tensors, updates: Tensors, hyper: Hyper, factors: Sequence[float] | None = None) -> None:
+    """p -= lr (wd p + factor u); updates may have another dtype than params where there are factors."""
     if hyper["weight_decay"] != 0:
         torch._foreach_mul_(params, 1 - hyper["lr"] * hyper["weight_decay"])
-    torch._foreach_add_(params, updates, alpha=-hyper["lr"])
+    if factors is None:
+        torch._foreach_add_(params, updates, alpha=-hyper["lr"])
+        return
+    for p, update, factor in zip(params, updates, factors):
+        p.add_(update, alpha=-hyper["lr"] * factor)
 
 
 ELEMENTWISE: dict[str, Callable[[Tensors, Tensors, Tensors, State, Hyper], None]] = {

@@ -498,9 +498,12 @@ def test_exact_mode_goes_on_when_a_group_is_added_between_its_calls():
         optimizer.update_last_grad()
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("rule", ["mars-shampoo", "mars-m", "muon", "moonlight"])
-def test_matrices_of_one_shape_do_not_mix(rule, monkeypatch):
-    """Equal shapes are orthogonalised in one batch, here in two; each must come out as if it were alone."""
+def test_matrices_of_one_shape_do_not_mix(rule, one_by_one, monkeypatch):
+    """Equal shapes are orthogonalised in one batch, here in two, if not one by one; each comes out as if alone."""
+    if one_by_one:
+        monkeypatch.setattr("mars_hf.optim.rules.NS_ALONE", 24)
     together = params_of(*[(6, 4)] * 5)
     monkeypatch.setattr("mars_hf.optim.sharding.base.STACK_ELEMENTS", 3 * 24)
     scales = [1e-3, 1.0, 50.0, 0.3, 7.0]
