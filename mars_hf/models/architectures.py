@@ -40,9 +40,9 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model_config={name!r} is of model_type {kind!r}, no causal language model of transformers")
-    known = CONFIG_MAPPING[kind]()
+    known = CONFIG_MAPPING[kind]() if overrides else None
     for field in overrides or {}:
-        if not hasattr(known, field):
+        if known is not None and not hasattr(known, field):
             near = get_close_matches(field, [*known.to_dict(), *known.attribute_map], n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"model_overrides: {field!r} is no field of {type(known).__name__}{hint}")
