@@ -51,8 +51,9 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def compare(root, corpus, tmp_path_factory):
-    """Runs the command of the README with a short grid of its own; returns its folder and the completed process."""
-    command = re.search(r"^python (recipes/compare_optimizers.py.*)$", (root / "README.md").read_text(), re.MULTILINE)
+    """Runs the longer command of the README with a short grid of its own; returns its folder and the process."""
+    commands = re.findall(r"^python (recipes/compare_optimizers.py.*)$", (root / "README.md").read_text(), re.MULTILINE)
+    assert commands[0] == RECIPE and len(commands) == 2, "a command of the README would not run here"
     folder = tmp_path_factory.mktemp("compare")
     (folder / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
     (folder / "grid.yaml").write_text(yaml.safe_dump(GRID))
@@ -70,7 +71,7 @@ def compare(root, corpus, tmp_path_factory):
             "--cpu_threads",
             1,
         ]
-        arguments = [*shlex.split(command[1]), *map(str, own), *more]
+        arguments = [*shlex.split(commands[1]), *map(str, own), *more]
         return subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
 
     return folder / "out", run
