@@ -11,10 +11,12 @@ from mars_hf.training.config import parse_config
 
 
 def test_every_recipe_config_parses(root, tmp_path, recipe):
-    """Each setting of each file arrives, of files that others build on too."""
+    """Each setting of each file arrives, of files that others build on too, but for grids."""
     configs = sorted((root / "recipes" / "configs").rglob("*.yaml"))
     assert configs
     for path in configs:
+        if path.parent.name == "compare":
+            continue
         settings = yaml.safe_load(path.read_text())
         parsed = parse_config(recipe.ARGUMENTS, ["--config", str(path), "--output_dir", str(tmp_path)])
         values = {name: value for part in parsed for name, value in vars(part).items()}
