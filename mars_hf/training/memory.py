@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 def run_memory(
     model: nn.Module, param_groups: Iterable[dict[str, Any]], *, engine: str, dtype: torch.dtype, processes: int
 ) -> Memory:
-    """Counts what a process holds when it steps, between a backward pass and the next forward pass.
+    """Counts the most that a process holds between a backward pass and the next forward pass, steps included.
 
     Not counted: activations, the half-precision copies of weights that autocast makes for a forward pass, the gathered
     weights of the layer that FSDP2 or ZeRO-3 is at, communication buffers, and the temporaries of a step.
@@ -71,7 +71,7 @@ def run_memory(
     master = float32_gradients = total(trained, 4)
     reduced = total(trained, size)
     if engine in ("zero1", "zero2"):
-        # A step has its share twice, as it was reduced and in float32. Before it, ZeRO-1 has whole gradients.
+        # A step has its share twice, reduced and in float32. Between micro-batches ZeRO-1 has whole gradients.
         whole = total(trained, size, parts=1) if engine == "zero1" else 0
         return Memory(total(everything, size, parts=1) + master, max(whole, reduced + float32_gradients), states)
     float32_gradients = min(float32_gradients, 4 * SUB_GROUP)

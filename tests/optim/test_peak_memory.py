@@ -26,11 +26,11 @@ ELEMENTWISE = {
     "adamw": ({}, 0),
 }
 MATRICES = {
-    "mars-shampoo": ({}, 3.25 * ROUND),
-    "mars-m": ({}, 3.25 * ROUND),
-    "mars-m, memory-efficient": ({"memory_efficient": True, "clip_c": None}, 4.25 * ROUND),  # the momentum too
-    "muon": ({}, 4.25 * ROUND),
-    "moonlight": ({}, 4.25 * ROUND),
+    "mars-shampoo": ({}, 2.5 * ROUND),
+    "mars-m": ({}, 2.5 * ROUND),
+    "mars-m, memory-efficient": ({"memory_efficient": True, "clip_c": None}, 3.5 * ROUND),  # the momentum too
+    "muon": ({}, 3.5 * ROUND),
+    "moonlight": ({}, 3.5 * ROUND),
 }
 
 
@@ -96,4 +96,4 @@ def test_matrix_rules_take_a_few_times_a_round(monkeypatch, name):
     monkeypatch.setattr(base, "STACK_ELEMENTS", ROUND // 4)
     options, bound = MATRICES[name]
     taken = peak(name, options)
-    assert taken <= bound, f"{name}: {taken / MIB:.2f} MiB, allowed {bound / MIB:.2f}"
+    assert taken <= bound + 64_000, f"{name}: {taken / MIB:.2f} MiB, allowed {bound / MIB:.2f}"
