@@ -147,12 +147,13 @@ def main() -> None:
     results["settings"]["steps"] = trainer.state.global_step
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
+    report = Path(args.output_dir) / "results.json"
+    if args.should_save:
+        report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
     if scores:
         say(args, f"scoring {', '.join(scores.tasks)} ...")
         results["lm_eval"] = scores.score()
     if args.should_save:
-        report = Path(args.output_dir) / "results.json"
-        report.write_text(json.dumps(results, indent=2))  # what is known, should a later part fail
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)
         if eval_args.sample_tokens:
