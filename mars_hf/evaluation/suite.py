@@ -95,10 +95,9 @@ class Suite:
     def _task_result(self, name: str, report: Any) -> dict[str, Any]:
         scores: dict[str, float | None] = {}
         for key, value in report["results"][name].items():
+            # "acc_stderr,none": a metric, perhaps its standard error, and the filter the answers went through
             metric, comma, answer_filter = key.partition(",")
-            if (
-                comma
-            ):  # "acc_stderr,none": a metric, perhaps its standard error, and the filter the answers went through
+            if comma:
                 label = metric.removesuffix("_stderr")
                 if answer_filter != "none":
                     label += f"/{answer_filter}"

@@ -19,16 +19,6 @@ SHORT = (
 )
 
 
-@pytest.fixture(scope="module")
-def recipe(root):
-    sys.path.insert(0, str(root / "recipes"))
-    try:
-        import pretrain_gpt2
-    finally:
-        sys.path.pop(0)
-    return pretrain_gpt2
-
-
 @pytest.fixture
 def pretrain(recipe, tmp_path, monkeypatch, capsys):
     """Runs the recipe; its results, and what it printed."""
