@@ -136,10 +136,12 @@ class Update:
         self.hyper, self.sharding, self._bounds = hyper, sharding, bounds
         self._fuse = fuse and hyper["rule"] in MARS_RULES
         clips = "last_grad" in state and hyper["clip_c"] is not None
-        # A bound on the norms would need a collective as the norms do, so tensors that are sharded are always measured.
-        self._bounded = clips and sharding.whole
+        # The compiled pass measures whole tensors by itself. Sharded ones are always measured: a bound on their norms
+        # would need a collective as the norms do.
+        self._bounded = clips and sharding.whole and not self._fuse
         self._watched = bounds.watched(grads, state["last_grad"], hyper) if self._bounded else {}
-        may_clip = [clips and state["last_grad"][i] not in self._watched for i in range(len(params))]
+        measured = clips and not (sharding.whole and self._fuse)
+        may_clip = [measured and state["last_grad"][i] not in self._watched for i in range(len(params))]
         self._clipped, self._others = (self.all.where(may_clip, value) for value in (True, False))
 
     def squares(self) -> Tensor | None:
@@ -178,7 +180,7 @@ class Update:
         """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
         hyper = self.hyper
         if self._fuse:
-            fused_update_(*part, hyper, [1.0] * len(part.params) if factors is None else factors)
+            fused_update_(*part, hyper, factors)
             return
         # Where there are factors, h became c already if its dtype allows.
         for chunk in chunks(part) if factors is None else self._pieces:
