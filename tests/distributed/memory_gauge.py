@@ -36,7 +36,7 @@ class MemoryGauge:
         gc.unfreeze()
         gc.collect()
         self._before, self.most = bytes_in_use(), 0
-        self._hook = register_optimizer_step_pre_hook(lambda opt, *_: isinstance(opt, MARS) and self._look())
+        self._hook = register_optimizer_step_pre_hook(lambda opt, *_: self._look() if isinstance(opt, MARS) else None)
         self._engine: Any = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
         if self._engine is not None:
             self._step = self._engine.step
