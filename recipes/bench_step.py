@@ -75,6 +75,7 @@ OPTIMIZERS: dict[str, Callable[[Params], Any]] = {
     "moonlight": lambda params: MARS(orthogonalised(params, "moonlight"), mars_type="moonlight"),
     "muon": TorchMuon,
 }
+COMPILED = [name for name in OPTIMIZERS if name.startswith("mars-") and name.endswith("-fused")]
 DEFAULT = ["adamw-fused", "adamw-foreach", "mars-adamw", "mars-adamw-fused", "mars-lion", "mars-lion-fused"]
 
 # Module and class of other packages' MARS-AdamW, and their arguments.
@@ -134,7 +135,12 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
 
-    builders = {name: OPTIMIZERS[name] for name in [args.baseline, *args.optimizers] if name != "peers"}
+    wanted = [name for name in [args.baseline, *args.optimizers] if name != "peers"]
+    if args.device != "cpu":
+        for name in [name for name in wanted if name in COMPILED]:
+            print(f"{name} is left out: a compiled pass of the CPU")
+            wanted.remove(name)
+    builders = {name: OPTIMIZERS[name] for name in wanted}
     if "peers" in args.optimizers:
         builders |= peers(args.authors)
     torch.manual_seed(0)
