@@ -20,8 +20,8 @@ from transformers import (
 
 from mars_hf.models.gpt2 import build_gpt2, gpt2_config
 
-# Of the classes for causal language modelling in `transformers`, those whose loss is not that of the next token, so that
-# a model learns to copy (as are the decoders of all encoder-decoder models), that see what they have to predict, or
+# Of the classes for causal language modelling in `transformers`, those whose loss compares every token with itself, so
+# that a model learns to copy (as do the decoders of all encoder-decoder models), that see what they have to predict, or
 # that count positions from the padding token on.
 _NOT_NEXT_TOKEN = frozenset({"trocr", "xlm", "xlnet", "cpmant", "data2vec-text", "xmod"})
 _NOT_NEXT_TOKEN |= {"roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl"}
@@ -35,8 +35,8 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
         overrides: fields to set otherwise, under the names of that configuration.
 
     Raises:
-        ValueError: it cannot be loaded, is not of a causal language model of `transformers` that learns the next token, or has no
-            such field.
+        ValueError: it cannot be loaded, is not of a causal language model of `transformers` that learns the next token,
+            or has no such field.
     """
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise ValueError(f"model_config={name!r} is not a file: give a config.json, a folder with one or a hub name")
