@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
+from mars_hf.data.tokenizer import load_tokenizer
 from mars_hf.models.nanogpt import is_transposed, model_from_nanogpt, nanogpt_weights, read_nanogpt
 from mars_hf.optim.rules import state_names
 from mars_hf.training.authors import converted, decays_embeddings, parameter_names, settings_of, why_not_convertible
@@ -105,10 +106,7 @@ def fitting_tokenizer(name: str, model: GPT2LMHeadModel) -> PreTrainedTokenizerB
     Raises:
         ValueError: it cannot be loaded, or has more tokens than the model.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer_name={name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    tokenizer = load_tokenizer(name)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"tokenizer_name={name!r} has {len(tokenizer):,} tokens, the model {model.config.vocab_size:,}: give the "

@@ -157,6 +157,8 @@ class TokenBlocks(Dataset):
     ) -> None:
         if block_size < 2:
             raise ValueError(f"block_size={block_size} leaves nothing to predict: use 2 tokens or more")
+        if max_blocks is not None and max_blocks < 1:
+            raise ValueError(f"max_blocks={max_blocks} leaves no block: use 1 or more, or None for all")
         self.files, self.block_size, self.vocab_size = [Path(file) for file in files], block_size, vocab_size
         self._maps = [read_tokens(file) for file in self.files]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
