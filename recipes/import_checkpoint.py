@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         written = Path(folder) / "import"
         settings = None if left_out else resumable(checkpoint, model, tokenizer, given, written)
-        place = written if settings is None else written / f"checkpoint-{checkpoint['iter_num']}"
+        place = written if settings is None else written / f"checkpoint-{int(checkpoint['iter_num'])}"
         model.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
@@ -125,7 +125,9 @@ def resumable(
     written: Path,
 ) -> dict[str, Any]:
     """Writes optimizer, schedule and step count into `written`, and returns the settings to resume with."""
-    saved, weights, step = checkpoint["optimizer"], nanogpt_weights(checkpoint), checkpoint["iter_num"]
+    if "iter_num" not in checkpoint:
+        raise ValueError("checkpoint: it has no iter_num, the steps that were taken: pass --weights_only true")
+    saved, weights, step = checkpoint["optimizer"], nanogpt_weights(checkpoint), int(checkpoint["iter_num"])
     names = parameter_names(saved, weights)
     settings = settings_of(checkpoint, given.micro_batches)
     settings["mars_decay"] = "trainer" if decays_embeddings(saved, names) else "authors"
@@ -143,9 +145,7 @@ def resumable(
         wanted = state_names(group)
         for p in group["params"]:
             name = name_of[id(p)]
-            state = saved["state"].get(by_name[name])
-            if not state:
-                continue
+            state = saved["state"][by_name[name]]
             tensors = converted(state, tuple(n for n in wanted if n != "step"), k)
             transposed = is_transposed(name)
             optimizer.state[p] = {n: t.T.contiguous() if transposed else t for n, t in tensors.items()}
