@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
+from mars_hf.data.tokenizer import load_tokenizer
 from mars_hf.models.nanogpt import is_transposed, model_from_nanogpt, nanogpt_weights, read_nanogpt
 from mars_hf.optim.rules import state_names
 from mars_hf.training.authors import converted, decays_embeddings, parameter_names, settings_of, why_not_convertible
@@ -69,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         written = Path(folder) / "import"
         settings = None if left_out else resumable(checkpoint, model, tokenizer, given, written)
-        place = written if settings is None else written / f"checkpoint-{checkpoint['iter_num']}"
+        place = written if settings is None else written / f"checkpoint-{int(checkpoint['iter_num'])}"
         model.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
@@ -105,10 +106,7 @@ def fitting_tokenizer(name: str, model: GPT2LMHeadModel) -> PreTrainedTokenizerB
     Raises:
         ValueError: it cannot be loaded, or has more tokens than the model.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer_name={name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    tokenizer = load_tokenizer(name)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"tokenizer_name={name!r} has {len(tokenizer):,} tokens, the model {model.config.vocab_size:,}: give the "
@@ -127,7 +125,9 @@ def resumable(
     written: Path,
 ) -> dict[str, Any]:
     """Writes optimizer, schedule and step count into `written`, and returns the settings to resume with."""
-    saved, weights, step = checkpoint["optimizer"], nanogpt_weights(checkpoint), checkpoint["iter_num"]
+    if "iter_num" not in checkpoint:
+        raise ValueError("checkpoint: it has no iter_num, the steps that were taken: pass --weights_only true")
+    saved, weights, step = checkpoint["optimizer"], nanogpt_weights(checkpoint), int(checkpoint["iter_num"])
     names = parameter_names(saved, weights)
     settings = settings_of(checkpoint, given.micro_batches)
     settings["mars_decay"] = "trainer" if decays_embeddings(saved, names) else "authors"
@@ -145,9 +145,7 @@ def resumable(
         wanted = state_names(group)
         for p in group["params"]:
             name = name_of[id(p)]
-            state = saved["state"].get(by_name[name])
-            if not state:
-                continue
+            state = saved["state"][by_name[name]]
             tensors = converted(state, tuple(n for n in wanted if n != "step"), k)
             transposed = is_transposed(name)
             optimizer.state[p] = {n: t.T.contiguous() if transposed else t for n, t in tensors.items()}

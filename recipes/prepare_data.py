@@ -70,6 +70,7 @@ def main() -> None:
 
     from mars_hf.data import load_text_corpus
     from mars_hf.data.prepare import check_space, prepare
+    from mars_hf.data.tokenizer import load_tokenizer
 
     if tokens:
         # Before hours of download. About 4.5 bytes of text a token; twice 2 bytes a token while files are joined.
@@ -99,16 +100,6 @@ def main() -> None:
     for split, counts in manifest["splits"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     print(f"{len(manifest['files'])} files and manifest.json in {args.output_dir}")
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer, or one line on what is wrong with it."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer_name={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 if __name__ == "__main__":

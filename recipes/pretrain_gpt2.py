@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining_data import load_data
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from pretraining_data import load_data, planned_vocabulary
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import LMEvalCallback, MARSTrainer, MARSTrainingArguments
@@ -217,15 +217,6 @@ def configuration(
     """The model's configuration."""
     fields = ("model_size", "model_config", "model_overrides", "n_layer", "n_head", "n_embd")
     return configure(vocabulary, block_size, **{name: getattr(model_args, name) for name in fields})
-
-
-def planned_vocabulary(data_args: DataArguments) -> int:
-    """The size of the vocabulary, before the corpus is read."""
-    return (
-        len(AutoTokenizer.from_pretrained(data_args.tokenizer_name))
-        if data_args.tokenizer_name
-        else data_args.vocab_size
-    )
 
 
 def say(args: MARSTrainingArguments, text: str) -> None:

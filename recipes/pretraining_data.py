@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from mars_hf import MARSTrainingArguments
 from mars_hf.data import Shuffled, TokenBlocks, bin_files, corpus_tokenizer, load_text_corpus, pack
 from mars_hf.data.streaming import StreamedBlocks, StreamState, load_stream
+from mars_hf.data.tokenizer import CHARACTERS, load_tokenizer
 from mars_hf.evaluation.hub import require_hub
 
 
@@ -70,14 +71,13 @@ def from_bins(
     """Files of tokens, mapped into memory, in an order that is computed."""
     if data_args.dataset_name is not None:
         raise ValueError(f"dataset_name={data_args.dataset_name!r} and files of tokens are both given: choose one")
-    beside = files["train"][0].parent / "tokenizer"
-    name = data_args.tokenizer_name or (str(beside) if beside.is_dir() else None)
+    name = tokenizer_of(files, data_args)
     if name is None and needs_tokenizer:
         raise ValueError(
             "tokenizer_name=None: sampling and lm-eval need the tokenizer of the files, give it or "
             "--sample_tokens 0 --lm_eval_tasks none"
         )
-    tokenizer = AutoTokenizer.from_pretrained(name) if name else None
+    tokenizer = load_tokenizer(name) if name else None
     vocab_size = len(tokenizer) if tokenizer else data_args.vocab_size
     blocks = TokenBlocks(files["train"], data_args.block_size, vocab_size)
     validation = TokenBlocks(
@@ -92,6 +92,20 @@ def from_bins(
     return PretrainingData(train, validation, tokenizer, vocab_size, described)
 
 
+def tokenizer_of(files: dict[str, list[Path]], data_args: Any) -> str | None:
+    """The name of the tokenizer: the one given, the folder beside the files, or None."""
+    folders = (file.parent / "tokenizer" for file in files["train"][:1])
+    return data_args.tokenizer_name or next((str(folder) for folder in folders if folder.is_dir()), None)
+
+
+def planned_vocabulary(data_args: Any) -> int:
+    """The size of the vocabulary, before text is read."""
+    is_text = data_args.streaming or data_args.dataset_path is None
+    files = {"train": []} if is_text else bin_files(data_args.dataset_path)
+    name = tokenizer_of(files, data_args)
+    return data_args.vocab_size if name in (None, CHARACTERS) else len(load_tokenizer(name))
+
+
 def from_stream(data_args: Any, args: MARSTrainingArguments, checkpoint: str | None) -> PretrainingData:
     """Documents read and tokenised while training."""
     name = data_args.dataset_name
@@ -102,7 +116,7 @@ def from_stream(data_args: Any, args: MARSTrainingArguments, checkpoint: str | N
         )
     if not Path(name).is_dir():
         require_hub(f"dataset_name={name!r}", "a folder of text files")
-    tokenizer = AutoTokenizer.from_pretrained(data_args.tokenizer_name)
+    tokenizer = load_tokenizer(data_args.tokenizer_name)
     documents, held_out = load_stream(
         name,
         data_args.dataset_config,

@@ -157,6 +157,8 @@ class TokenBlocks(Dataset):
     ) -> None:
         if block_size < 2:
             raise ValueError(f"block_size={block_size} leaves nothing to predict: use 2 tokens or more")
+        if max_blocks is not None and max_blocks < 1:
+            raise ValueError(f"max_blocks={max_blocks} leaves no block: use 1 or more, or None for all")
         self.files, self.block_size, self.vocab_size = [Path(file) for file in files], block_size, vocab_size
         self._maps = [read_tokens(file) for file in self.files]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
@@ -217,10 +219,19 @@ def _check_manifest(files: Sequence[Path], maps: Sequence[np.ndarray]) -> None:
     """Headerless files do not tell that they were truncated; the manifest of `prepare` does."""
     for file, tokens in zip(files, maps):
         manifest = file.parent / MANIFEST
-        if manifest.is_file():
-            known = json.loads(manifest.read_text()).get("files", {}).get(file.name)
-            if known and known["tokens"] != len(tokens):
-                raise ValueError(
-                    f"{file}: {len(tokens)} tokens end at byte {file.stat().st_size}, {manifest.name} says "
-                    f"{known['tokens']}: truncated or replaced, write it again"
-                )
+        said = _tokens_said(manifest, file.name) if manifest.is_file() else None
+        if said is not None and said != len(tokens):
+            raise ValueError(
+                f"{file}: {len(tokens)} tokens end at byte {file.stat().st_size}, {manifest.name} says {said}: "
+                "truncated or replaced, write it again"
+            )
+
+
+def _tokens_said(manifest: Path, name: str) -> int | None:
+    """How many tokens a file has by a manifest; None where it is the manifest of something else."""
+    try:
+        return json.loads(manifest.read_text())["files"][name]["tokens"]
+    except (KeyError, TypeError):
+        return None
+    except ValueError as error:
+        raise ValueError(f"{manifest} is no JSON ({error}): remove it or write the files again") from None

@@ -10,6 +10,21 @@ PAD = "<|pad|>"
 CHARACTERS = "characters"
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer on the hub or in a folder.
+
+    Args:
+        name: of it.
+
+    Raises:
+        ValueError: it cannot be loaded; in one line.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer_name={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
 def corpus_tokenizer(name: str | None, texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """The tokenizer that `--tokenizer_name` means.
 
@@ -19,11 +34,11 @@ def corpus_tokenizer(name: str | None, texts: Iterable[str], vocab_size: int) ->
         vocab_size: Number of tokens to train.
 
     Raises:
-        ValueError: As `train_tokenizer` and `character_tokenizer`.
+        ValueError: As `load_tokenizer`, `train_tokenizer` and `character_tokenizer`.
     """
     if name is None:
         return train_tokenizer(texts, vocab_size)
-    return character_tokenizer(texts) if name == CHARACTERS else AutoTokenizer.from_pretrained(name)
+    return character_tokenizer(texts) if name == CHARACTERS else load_tokenizer(name)
 
 
 def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

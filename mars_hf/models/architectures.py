@@ -20,6 +20,12 @@ from transformers import (
 
 from mars_hf.models.gpt2 import build_gpt2, gpt2_config
 
+# Of the classes for causal language modelling in `transformers`, those whose loss compares every token with itself, so
+# that a model learns to copy (as do the decoders of all encoder-decoder models), that see what they have to predict, or
+# that count positions from the padding token on.
+_NOT_NEXT_TOKEN = frozenset({"trocr", "xlm", "xlnet", "cpmant", "data2vec-text", "xmod"})
+_NOT_NEXT_TOKEN |= {"roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl"}
+
 
 def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Loads the configuration of a causal language model.
@@ -29,7 +35,8 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
         overrides: fields to set otherwise, under the names of that configuration.
 
     Raises:
-        ValueError: it cannot be loaded, is not of a causal language model of `transformers`, or has no such field.
+        ValueError: it cannot be loaded, is not of a causal language model of `transformers` that learns the next token,
+            or has no such field.
     """
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise ValueError(f"model_config={name!r} is not a file: give a config.json, a folder with one or a hub name")
@@ -40,6 +47,11 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model_config={name!r} is of model_type {kind!r}, no causal language model of transformers")
+    if kind in _NOT_NEXT_TOKEN or getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False):
+        raise ValueError(
+            f"model_config={name!r} is of model_type {kind!r}, which transformers does not train to predict the next "
+            "token of a block: choose a decoder, such as gpt2 or llama"
+        )
     known = CONFIG_MAPPING[kind]() if overrides else None
     for field in overrides or {}:
         if known is not None and not hasattr(known, field):
@@ -123,8 +135,9 @@ def fit_to_data(
         raise ValueError(f"vocab_size={vocab_size:,} of the model is too small: the tokenizer has {tokens:,} tokens")
     is_padding = tokens <= config.vocab_size < 1.01 * tokens
     config.vocab_size = vocab_size or (config.vocab_size if is_padding else tokens)
-    if hasattr(config, "max_position_embeddings"):
-        config.max_position_embeddings = block_size
+    for name in ("max_position_embeddings", "max_seq_len"):
+        if hasattr(config, name):
+            setattr(config, name, block_size)
     if not isinstance(vocabulary, int):
         config.bos_token_id, config.eos_token_id = vocabulary.bos_token_id, vocabulary.eos_token_id
         config.pad_token_id = vocabulary.pad_token_id if vocabulary.pad_token_id != vocabulary.eos_token_id else None

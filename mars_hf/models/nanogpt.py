@@ -52,7 +52,8 @@ def read_nanogpt(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint={str(path)!r} is no file of torch.save: {type(error).__name__} {reason}"
         ) from None
-    missing = {"model", "model_args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+    parts = checkpoint if isinstance(checkpoint, dict) else {}
+    missing = {name for name in ("model", "model_args") if not isinstance(parts.get(name), dict)}
     if missing:
         raise ValueError(
             f"checkpoint={str(path)!r} has no {' and no '.join(sorted(missing))}: it is not one of a nanoGPT-style run"
@@ -68,7 +69,7 @@ def nanogpt_weights(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     Args:
         checkpoint: from `read_nanogpt`.
     """
-    weights = {_PREFIXES.sub("", name): tensor for name, tensor in checkpoint["model"].items()}
+    weights = {_PREFIXES.sub("", name): t for name, t in checkpoint["model"].items() if isinstance(t, Tensor)}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.search(name)}
     if _HEAD in weights and _EMBEDDING in weights and torch.equal(weights[_HEAD], weights[_EMBEDDING]):
         del weights[_HEAD]
@@ -115,7 +116,7 @@ def model_from_nanogpt(checkpoint: dict[str, Any], *, activation_function: str |
     with torch.device("meta"):
         model = build_gpt2(config, bias=bias)
     expected = dict(model.named_parameters())
-    for name in expected.keys() | weights.keys():
+    for name in [*expected, *weights]:
         optional = not bias and name.endswith(".bias") and name in expected
         if name not in weights and optional:
             continue

@@ -37,13 +37,13 @@ def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def roles(model: nn.Module, head: nn.Module | None = None) -> dict[int, Role]:
     """The role of each parameter, by its id.
 
-    Fewer than two dimensions make a vector, and so do the gains of norms and what is named bias, whatever their shape
-    (gains and biases for each attention head or expert). What no linear or convolution module owns is told by its
-    shape. Dimensions of size 1 do not count, so class, mask and register tokens are vectors; a first dimension of size
-    1 is a batch to broadcast over, so that what is left are position embeddings; any other three dimensions are a stack
-    of matrices (experts). Two dimensions are a matrix, which is also what relative position tables, latent queries and
-    Mamba's A_log are taken for: in groups of your own give them the rule "adamw". Llama 4 does not say that its experts
-    are transposed, which only mars-shampoo and muon would have to know.
+    Fewer than two dimensions make a vector, and so do the gains of norms and what is named bias or weight_g (of the old
+    `weight_norm`), whatever their shape (gains and biases for each attention head or expert). What no linear or
+    convolution module owns is told by its shape. Dimensions of size 1 do not count, so class, mask and register tokens
+    are vectors; a first dimension of size 1 is a batch to broadcast over, so that what is left are position embeddings;
+    any other three dimensions are a stack of matrices (experts). Two dimensions are a matrix, which is also what
+    relative position tables, latent queries and Mamba's A_log are taken for: in groups of your own give them the rule
+    "adamw". Llama 4 does not say that its experts are transposed, which only mars-shampoo and muon would have to know.
 
     Args:
         model: only read.
@@ -64,7 +64,7 @@ def roles(model: nn.Module, head: nn.Module | None = None) -> dict[int, Role]:
 
 def _role(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role:
     is_norm = isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
-    if len(shape) < 2 or is_norm or name.endswith("bias"):
+    if len(shape) < 2 or is_norm or name.endswith(("bias", "weight_g")):
         return Role("vector")
     if isinstance(module, _conv1d()):
         return Role("matrix", transposed=True)

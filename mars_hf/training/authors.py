@@ -24,6 +24,8 @@ def why_not_convertible(saved: Any) -> str | None:
         return "the checkpoint holds no optimizer"
     if not isinstance(saved, dict):
         return "it was written by several optimizers (Muon with AdamW)"
+    if not saved.get("param_groups"):
+        return "its optimizer has no param groups"
     group = saved["param_groups"][0]
     if group.get("optimize_1d"):
         return "optimize_1d=True: its vectors are not decayed, ours are"
@@ -104,7 +106,7 @@ def parameter_names(saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
         weights: the parameters as they are stored, in the order of the model.
 
     Raises:
-        ValueError: the groups are of none of the three.
+        ValueError: the groups are of none of the three, or a parameter has no state.
     """
     linear = [
         n for n, w in weights.items() if w.ndim >= 2 and not n.endswith(("wte.weight", "wpe.weight", "head.weight"))
@@ -118,6 +120,12 @@ def parameter_names(saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
         found = {i: name for group, names in zip(numbers, grouping) for i, name in zip(group, names)}
         shapes = {i: t.shape for i, state in saved["state"].items() for t in state.values() if getattr(t, "ndim", 0)}
         if all(shape == weights[found[i]].shape for i, shape in shapes.items()):
+            bare = [name for i, name in found.items() if not saved["state"].get(i)]
+            if bare:
+                raise ValueError(
+                    f"checkpoint: its optimizer has no state of {len(bare)} parameters ({bare[0]}, ...), as if it had "
+                    "never stepped: pass --weights_only true"
+                )
             return found
     raise ValueError(
         f"checkpoint: its optimizer has groups of {', '.join(str(len(group)) for group in numbers)} parameters, which "

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -37,7 +38,11 @@ def parse_config(
     given = list(sys.argv[1:] if args is None else args)
     known = {action.dest for action in parser._actions} - {"help", "config"}
     path = _config_option(given) or default_config
-    settings = {} if path is None else _read(Path(path), known)
+    settings = {} if path is None else read_settings(path, known)
+    nullable = {n for kind in dataclass_types for n, hint in get_type_hints(kind).items() if NoneType in get_args(hint)}
+    for key, value in settings.items():
+        if value is None and key not in nullable:
+            raise ValueError(f"config={str(path)!r}: {key}=null is no value of it: give one, or leave the line out")
     # `--help` shows the settings of the file, and null has no spelling on the command line.
     parser.set_defaults(**settings)
     for action in parser._actions:
@@ -76,8 +81,18 @@ def _config_option(args: list[str]) -> str | None:
     return None
 
 
-def _read(path: Path, known: set[str], below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The settings of a file and of those that it builds on; `below` are the files that build on this one."""
+def read_settings(path: str | Path, known: set[str] | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The settings of a file and of those that it builds on, as `parse_config` takes them.
+
+    Args:
+        path: the YAML file.
+        known: the keys that it may have; None: any.
+        below: the files that build on this one.
+
+    Raises:
+        ValueError: see `parse_config`.
+    """
+    path = Path(path)
     found_in = f", a base of {str(below[-1])!r}," if below else ""
     try:
         settings = yaml.safe_load(path.read_text())
@@ -90,14 +105,14 @@ def _read(path: Path, known: set[str], below: tuple[Path, ...] = ()) -> dict[str
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise ValueError(f"{path}: base={bases!r} must be the name of a YAML file or a list of names")
     for key in settings:
-        if key not in known:
+        if known is not None and key not in known:
             raise ValueError(f"{path}: unknown key {key!r}{_nearest(str(key), known | {'base'})}")
     merged: dict[str, Any] = {}
     for base in bases:
         file = path.parent / base
         if file.resolve() in [other.resolve() for other in (path, *below)]:
             raise ValueError(f"{path}: base={base!r} builds on this file itself, remove it from one of them")
-        merged |= _read(file, known, (*below, path))
+        merged |= read_settings(file, known, (*below, path))
     return merged | settings
 
 

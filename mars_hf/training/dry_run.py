@@ -184,21 +184,30 @@ def _memory(model: nn.Module, optimizer: MARS, args: MARSTrainingArguments, proc
 
 def _disk(whole: Memory, args: MARSTrainingArguments) -> Iterator[str]:
     folder = Path(str(args.output_dir)).absolute()
-    written = 0
-    if args.save_strategy == SaveStrategy.STEPS and args.max_steps > 0:
-        # A fraction of 1 is one of all steps; the last step is saved in any case.
-        every = args.save_steps if args.save_steps >= 1 else ceil(args.max_steps * args.save_steps)
-        written = ceil(args.max_steps / every)
+    written = _checkpoints(args)
     # The oldest checkpoint is removed after the newest is written.
-    kept = min(written, args.save_total_limit + 1) if args.save_total_limit else written
+    limits = (written, args.save_total_limit + 1 if args.save_total_limit else None)
+    kept = min((limit for limit in limits if limit is not None), default=None)
     each = whole.parameters + (0 if args.save_only_model else sum(whole.states.values()))
-    needed = kept * each + whole.parameters
+    needed = (1 if kept is None else kept) * each + whole.parameters
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
-    yield f"checkpoints: {written:,} of {_size(each)}, at most {kept:,} at a time (ZeRO in 16 bits writes more)"
+    counts = ["?" if count is None else f"{count:,}" for count in (written, kept)]
+    yield f"checkpoints: {counts[0]} of {_size(each)}, at most {counts[1]} at a time (ZeRO in 16 bits writes more)"
     yield (
-        f"disk: {_size(needed)} with the final model in {folder}, {_size(free)} free"
-        f"{'' if needed <= free else ': NOT ENOUGH'}"
+        f"disk: {'at least ' if kept is None else ''}{_size(needed)} with the final model in {folder}, "
+        f"{_size(free)} free{'' if needed <= free else ': NOT ENOUGH'}"
     )
+
+
+def _checkpoints(args: MARSTrainingArguments) -> int | None:
+    """How many a run writes; None where that depends on the corpus or on the losses."""
+    if args.save_strategy == SaveStrategy.NO:
+        return 0
+    if args.save_strategy != SaveStrategy.STEPS or args.max_steps <= 0:
+        return None
+    # A fraction of 1 is one of all steps; the last step is saved in any case.
+    every = args.save_steps if args.save_steps >= 1 else ceil(args.max_steps * args.save_steps)
+    return ceil(args.max_steps / every)
 
 
 def _size(count: int) -> str:

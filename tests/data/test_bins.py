@@ -123,6 +123,23 @@ def test_tokens_are_not_copied(tmp_path):
     assert peak < 200_000 and len(pickled) < 2000
 
 
+def test_a_manifest_of_something_else_says_nothing_and_a_broken_one_is_named(tmp_path):
+    write_tokens(tmp_path / "val.bin", [1] * 20)
+    for text in ("[]", '{"files": [{"name": "val.bin"}]}', '{"files": {"val.bin": {"size": 3}}}'):
+        (tmp_path / "manifest.json").write_text(text)
+        assert len(TokenBlocks([tmp_path / "val.bin"], 4, 8)) == 5, text
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json is no JSON \(.*\): remove it or write the files again"):
+        TokenBlocks([tmp_path / "val.bin"], 4, 8)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_no_block_at_all_is_refused(tmp_path, blocks):
+    write_tokens(tmp_path / "val.bin", [1] * 20)
+    with pytest.raises(ValueError, match=f"max_blocks={blocks} leaves no block"):
+        TokenBlocks([tmp_path / "val.bin"], 4, 8, max_blocks=blocks)
+
+
 def test_less_than_a_block_and_a_truncated_file_of_the_manifest(tmp_path):
     (file,) = written(tmp_path, 10)
     with pytest.raises(ValueError, match="10 tokens, less than one block of block_size=11"):

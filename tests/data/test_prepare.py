@@ -146,6 +146,15 @@ def test_refusals(tokenizer, corpus, tmp_path):
         Encoder(large)
 
 
+def test_a_corpus_that_was_changed_in_between_is_not_taken_for_the_same(tokenizer, corpus, tmp_path):
+    prepare(corpus, tokenizer, tmp_path / "out", source={})
+    rows = corpus["train"]["text"][:]
+    rows[17] = "Document 17, corrected."
+    changed = DatasetDict(train=Dataset.from_dict({"text": rows}), validation=corpus["validation"])
+    with pytest.raises(ValueError, match="holds tokens of another corpus: choose another or remove it"):
+        prepare(changed, tokenizer, tmp_path / "out", source={})
+
+
 @pytest.fixture(scope="module")
 def books(tmp_path_factory, tokenizer):
     """A local corpus, and the command that prepares it."""

@@ -10,6 +10,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
+    MptConfig,
     T5Config,
 )
 
@@ -113,6 +114,21 @@ def test_a_saved_model_loads_anywhere(llama, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     ids = torch.randint(100, (1, 16))
     assert_close(loaded(ids).logits, model(ids).logits, atol=0, rtol=0, msg=lambda m: m)
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper", "trocr", "xlm", "xlnet", "roberta"])
+def test_what_would_learn_to_copy_or_see_the_future_is_refused(kind, tmp_path):
+    """The loss of BART's decoder, say, compares every token with itself: it falls to 0, and nothing was learned."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(ValueError, match=f"model_type '{kind}', which transformers does not train to predict") as error:
+        load_config(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_block_may_be_longer_than_the_configuration_says(tmp_path):
+    MptConfig(d_model=32, n_layers=1, n_heads=4, max_seq_len=8).save_pretrained(tmp_path)
+    model = build_model(configure(Tokenizer(50), 16, model_config=str(tmp_path)))
+    assert model(torch.randint(50, (1, 16))).logits.shape == (1, 16, 50)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What parameters of many architectures are taken for, and what each rule then does with them."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -139,12 +140,19 @@ class PerHeadNorm(GainPerHead):
     pass
 
 
+def old_weight_norm(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and in use
+        return nn.utils.weight_norm(module)
+
+
 def test_modules_that_are_no_models():
     model = nn.ModuleDict(
         {
             "conv": nn.Conv1d(6, 1, 3),
             "depthwise": nn.Conv1d(6, 6, 3, groups=6),
             "normed": nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 4, 3), dim=2),
+            "old_normed": old_weight_norm(nn.Linear(6, 4)),
             "one": nn.Linear(6, 1),
             "gain": PerHeadNorm(),
             "raw": GainPerHead(),
@@ -154,7 +162,7 @@ def test_modules_that_are_no_models():
     by_id = roles(model)
     found = {name: by_id[id(p)] for name, p in model.named_parameters() if p.ndim > 1}
     original = "normed.parametrizations.weight.original"
-    vectors = {"gain.weight", "layer_norm.weight", "layer_norm.bias", f"{original}0"}
+    vectors = {"old_normed.weight_g", "gain.weight", "layer_norm.weight", "layer_norm.bias", f"{original}0"}
     assert {name for name, role in found.items() if role.kind == "vector"} == vectors
     assert not any(role.stacked or role.transposed for role in found.values()), "a kernel is one matrix"
 

@@ -168,6 +168,9 @@ def main(root, monkeypatch):
         (["--optimizers", "adam"], "optimizers='adam' is unknown: did you mean 'adamw'"),
         (["--learning_rate", "1e-3"], "'--learning_rate' is decided by the grid"),
         (["--seed=3"], "'--seed=3' is decided by the grid"),
+        (["--learning-rate", "1e-3"], "'--learning-rate' is decided by the grid"),
+        (["--weight_decay", "0.3"], "'--weight_decay' is decided by the grid"),
+        (["--optimizers", "mars-m", "--mars_clip_c=2"], "'--mars_clip_c=2' is decided by the grid"),
     ],
 )
 def test_errors_before_any_run(main, tmp_path, options, message):
@@ -181,6 +184,12 @@ def test_errors_before_any_run(main, tmp_path, options, message):
     [
         ({"optimizer": {}}, "must have config and optimizers, and nothing but config, seeds, optimizers, variants"),
         ({"optimizers": {"adamw": {"learning_rate": 1e-3}}}, "adamw needs a list of learning rates"),
+        ({"optimizers": {"adamw": {"learning_rate": []}}}, "adamw needs a list of learning rates"),
+        ({"optimizers": {"adamw": None}}, "optimizers={'adamw': None} must hold settings of each optimizer"),
+        ({"optimizers": ["adamw"]}, "optimizers=['adamw'] must hold settings of each optimizer"),
+        ({"variants": {"mars_adamw": {}}}, "variants='mars_adamw' is unknown: did you mean 'mars-adamw'"),
+        ({"variants": {"adamw": {"mars_gamma": 0}}}, "variants of adamw need a list, mars_gamma: [0]"),
+        ({"seeds": 3}, "seeds=3 must be a list"),
         ({"config": "nowhere.yaml"}, "config='nowhere.yaml' is not a file beside it"),
     ],
 )
@@ -197,6 +206,44 @@ def test_results_of_other_settings_are_not_mixed_in(done, main):
     with pytest.raises(ValueError, match=r"run\.json is of a run with other settings: remove it or choose another"):
         main(["--grid", str(folder.parent / "grid.yaml"), "--output_dir", str(folder), "--max_steps", "5"])
     assert (folder / "comparison.json").read_bytes() == before
+
+
+def test_settings_that_a_file_builds_on_are_not_mixed_in_either(done, main, tmp_path):
+    """Nothing in settings.yaml itself tells the two runs apart."""
+    import compare_optimizers
+
+    record = json.loads((done[0] / RUNS[0] / "run.json").read_text())
+    (tmp_path / "base.yaml").write_text("max_steps: 4\n")
+    (tmp_path / "settings.yaml").write_text("base: base.yaml\n")
+    folder = tmp_path / "out"
+    comparison = compare_optimizers.Comparison(folder, str(tmp_path / "settings.yaml"), [])
+    (folder / "adamw-lr_0.1-seed_1").mkdir(parents=True)
+    own = ["--optim", "mars", "--mars_type", "adamw", "--learning_rate", "0.1", "--seed", "1"]
+    record["identity"] = {"options": own, "config": {"max_steps": 4}}
+    (folder / "adamw-lr_0.1-seed_1" / "run.json").write_text(json.dumps(record))
+    comparison.run("adamw", 0.1, {}, {}, 1)
+    comparison.runs.clear()
+    (tmp_path / "base.yaml").write_text("max_steps: 5\n")
+    with pytest.raises(ValueError, match="is of a run with other settings"):
+        comparison.run("adamw", 0.1, {}, {}, 1)
+
+
+def test_two_comparisons_do_not_share_a_folder(main, compare, tmp_path):
+    import compare_optimizers
+
+    grid = str(compare[0].parent / "grid.yaml")
+    with compare_optimizers.alone_in(tmp_path):
+        with pytest.raises(ValueError, match="another comparison, or a run that one left behind, is at work") as error:
+            main(["--grid", grid, "--output_dir", str(tmp_path)])
+        assert "\n" not in str(error.value)
+    with compare_optimizers.alone_in(tmp_path):
+        pass
+
+
+def test_a_run_without_results_has_failed(main, compare, tmp_path):
+    grid = str(compare[0].parent / "grid.yaml")
+    with pytest.raises(ValueError, match=r"^adamw-lr_0.001-seed_1 failed, all of it in \S+log.txt: "):
+        main(["--grid", grid, "--output_dir", str(tmp_path), "--dry_run"])
 
 
 def test_a_run_that_fails_is_told_in_one_line(main, compare, tmp_path):

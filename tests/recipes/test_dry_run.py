@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from mars_hf.data import train_tokenizer, write_tokens
+
 # Of the xl model: 48 x 12 x 1600^2 in Linear weights, (50304 + 1024) x 1600 in embeddings, 97 x 1600 norm gains.
 MATRICES, EMBEDDINGS, GAINS = 1_474_560_000, 82_124_800, 155_200
 TRAINED = MATRICES + EMBEDDINGS + GAINS
@@ -82,7 +84,25 @@ def test_disk_space_that_is_not_there_is_named(dry_run, tmp_path, monkeypatch):
 def test_epochs_and_other_optimizers(dry_run, tmp_path):
     printed = dry_run("--output_dir", tmp_path, "--max_steps", -1, "--num_train_epochs", 2, "--learning_rate", "5e-3")
     assert "2 epochs of the corpus" in line(printed, "the run:")
+    assert line(printed, "checkpoints:").startswith("checkpoints: ? of "), "as many as the corpus makes it"
+    assert ", at most 3 at a time" in line(printed, "checkpoints:"), "save_total_limit, and the newest"
     groups = [text.split()[:3] for text in printed.splitlines() if text.startswith("mars-adamw")]
     assert groups[0] == ["mars-adamw", "0.005", "?"], "the last learning rate of a run of unknown length"
     with pytest.raises(ValueError, match="optim='adamw_torch': dry_run knows mars_hf alone"):
         dry_run("--output_dir", tmp_path, "--optim", "adamw_torch")
+
+
+def test_the_vocabulary_is_that_of_the_run(dry_run, root, tmp_path, corpus):
+    """Of characters as the file says, of files of tokens by the tokenizer beside them; one that is missing is named."""
+    settings = root / "recipes" / "configs" / "shakespeare_char.yaml"
+    printed = dry_run("--config", settings, "--dataset_path", corpus, "--output_dir", tmp_path)
+    # 4 layers of 12 x 128^2 and 2 gains, the last gain, 66 tokens, 65 positions.
+    assert f"{4 * (12 * 128**2 + 2 * 128) + 128 + (66 + 65) * 128:,} parameters train" in line(printed, "model:")
+    train_tokenizer([corpus.read_text()[:20_000]], 300).save_pretrained(tmp_path / "tokenizer")
+    for name in ("train.bin", "val.bin"):
+        write_tokens(tmp_path / name, [1] * 300)
+    small = ["--output_dir", tmp_path, "--dataset_path", tmp_path, "--n_layer", 1, "--n_embd", 8, "--n_head", 2]
+    assert f"{12 * 8**2 + 3 * 8 + (300 + 128) * 8:,} parameters train" in line(dry_run(*small), "model:")
+    with pytest.raises(ValueError, match="tokenizer_name='no/where' cannot be loaded: ") as error:
+        dry_run(*small, "--tokenizer_name", "no/where")
+    assert "\n" not in str(error.value)

@@ -315,11 +315,19 @@ class Custom:
         (lambda c: {**c, "model_args": {**c["model_args"], "n_embd": 16}}, [], "a GPT-2 of its model_args"),
         (lambda c: {**c, "config": {}}, [], "its config has no learning_rate, .*: pass --weights_only true"),
         (lambda c: {**c, "config": {**CONFIG, "schedule": "exp"}}, [], "schedule='exp' is not the Trainer's"),
+        (lambda c: {**c, "model_args": None}, [], "has no model_args: it is not one of"),
+        (lambda c: {**c, "model": [torch.ones(1)]}, [], "has no model: it is not one of"),
+        (lambda c: {k: v for k, v in c.items() if k != "iter_num"}, [], "it has no iter_num"),
+        (
+            lambda c: {**c, "optimizer": {**c["optimizer"], "state": {}}},
+            [],
+            r"no state of 69 parameters \(.*: pass --weights_only true",
+        ),
         (lambda c: c, ["--activation_function", "relu"], "activation_function='relu' must be"),
         (lambda c: c, ["--micro_batches", "0"], "micro_batches=0 must be 1 or more"),
         (lambda c: c, ["--tokenizer_name", "nowhere/at/all"], "tokenizer_name='nowhere/at/all' cannot be loaded"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_bad_input_is_one_line_and_writes_nothing(change, options, message, importer, tmp_path):
     model = Model()

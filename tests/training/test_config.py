@@ -1,5 +1,7 @@
 """YAML files that build on others."""
 
+from pathlib import Path
+
 import pytest
 
 from mars_hf import MARSTrainingArguments
@@ -30,6 +32,8 @@ def test_later_files_win_and_the_files_own_keys_win_over_all(tmp_path):
     args = parse(path)
     values = (args.lr_1d, args.mars_gamma, args.max_steps, args.lr_scheduler_kwargs, args.output_dir)
     assert values == (0.5, 0.2, 9, {"min_lr": 0.1}, "runs/x"), "lr_1d, mars_gamma, max_steps, kwargs, output_dir"
+    Path(path).write_text(Path(path).read_text().replace("lr_1d: 0.5", "lr_1d: null"))
+    assert parse(path).lr_1d is None, "null takes back what the files below say"
     assert parse(path, "--lr_1d", "0.6").lr_1d == 0.6, "the command line wins over every file"
 
 
@@ -51,6 +55,7 @@ def test_later_files_win_and_the_files_own_keys_win_over_all(tmp_path):
             {"run": "base: other.yaml\n", "other": "lr_2d: 1\n"},
             r"other.yaml: unknown key 'lr_2d', did you mean",
         ),
+        ({"run": "base: other.yaml\nlearning_rate: null\n", "other": "learning_rate: 1\n"}, "learning_rate=null is no"),
         ({"run": "bas: other.yaml\n"}, r"run.yaml: unknown key 'bas', did you mean 'base'"),
         (
             {"run": "base: other.yaml\n", "other": "- 1\n"},
