@@ -95,6 +95,7 @@ class LMEvalCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finds the items, so that a task without any is reported before hours of training."""
+        self._step = -1
         try:
             self._suite.find()
         except Exception as error:
@@ -130,6 +131,11 @@ class LMEvalCallback(TrainerCallback):
         """Scores a checkpoint that nobody had announced, as with `save_strategy="best"`."""
         if self.every == "save" and self._step != state.global_step:
             self.score()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets the scores of the last step where the best model has taken its place."""
+        if args.load_best_model_at_end:
+            self._step = -1
 
     def _failed(self, error: Exception) -> None:
         if self.strict:

@@ -120,6 +120,17 @@ def test_a_score_chooses_the_best_model(train, tmp_path):
     saved = load_file(tmp_path / "run" / f"checkpoint-{best}" / "model.safetensors")
     for name, value in saved.items():
         torch.testing.assert_close(trainer.model.state_dict()[name], value, rtol=0, atol=0, msg=f"{name}: not the best")
+    assert scores[4] != scores[best], "this test needs a last model that is not the best"
+    assert trainer.evaluate()["eval_arc_easy_acc_norm"] == scores[best], "the best model is evaluated, not the last"
+
+
+def test_a_second_training_has_scores_of_its_own(train):
+    trainer = train({"tasks": ["arc_easy"]}, eval_strategy="no", metric_for_best_model="eval_arc_easy_acc_norm")
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    rows = [row for row in trainer.state.log_history if SCORES & set(row)]
+    assert [row["step"] for row in rows] == [4], "the model after the second training was not scored"
 
 
 def test_a_failure_is_reported_and_training_goes_on(train, caplog):
