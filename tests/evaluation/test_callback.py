@@ -87,6 +87,19 @@ def test_scores_are_logged_tracked_written_and_those_of_the_checkpoint(train, it
                 assert row[f"eval_{task}_{metric}"] == written["tasks"][task][metric], f"{metric} of {task}"
 
 
+def test_a_second_callback_writes_files_of_its_own_and_both_know_their_results(train, items_dir, tmp_path):
+    trainer = train({"tasks": ["arc_easy"], "every": 2}, steps=1)
+    trainer.add_callback(LMEvalCallback(trainer, tasks=["piqa"], every=1, limit=1, data_dir=items_dir))
+    trainer.args.max_steps = 3
+    trainer.train()
+    first, second = (c for c in trainer.callback_handler.callbacks if isinstance(c, LMEvalCallback))
+    written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "run").glob("lm_eval-*")}
+    names = {"lm_eval-2.json": "arc_easy", **{f"lm_eval-{step}-1.json": "piqa" for step in (1, 2, 3)}}
+    assert {name: next(iter(result["tasks"])) for name, result in written.items()} == names
+    assert first.result is None, "step 3 was not scored"
+    assert second.result == written["lm_eval-3-1.json"]
+
+
 @pytest.mark.parametrize(
     ("every", "arguments", "steps"),
     [
