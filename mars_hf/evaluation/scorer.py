@@ -89,7 +89,7 @@ class Scorer(HFLM):
             return super().generate_until(requests, **kwargs)
         except AssertionError as error:
             raise ValueError(
-                f"tasks: {requests[0].task_name!r} generates text, which does not work here ({error}); choose another task"
+                f"tasks: {requests[0].task_name!r} generates text, which fails here ({error}); choose another task"
             ) from error
 
     def _batches(self, pieces: list[Request]) -> Iterator[list[list[int]]]:

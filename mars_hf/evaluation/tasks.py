@@ -82,7 +82,7 @@ def stock_config(name: str) -> dict[str, Any]:
         config = load_yaml(files[name])
     except Exception as error:  # from code of the task's own, which may import or download anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"tasks: the definition of {name!r} cannot be loaded ({reason}); choose another task") from error
+        raise ValueError(f"tasks: the definition of {name!r} cannot be loaded ({reason}); choose another") from error
     return {key: value for key, value in config.items() if key not in {"tag", "group", "task_list"}}
 
 
@@ -95,7 +95,7 @@ class _Task(ConfigurableTask):
     """
 
     def __init__(self, config: dict[str, Any], source: str) -> None:
-        self._source = source
+        self._rows, self._schema = f"the {source} rows of {config['task']!r}", config["dataset_path"]
         with self._fits():
             super().__init__(config=config)
 
@@ -118,8 +118,7 @@ class _Task(ConfigurableTask):
             yield
         except (LookupError, TypeError, ValueError, TemplateError) as error:
             raise ValueError(
-                f"tasks: the {self._source} rows of {self.config.task!r} do not fit its prompt ({error!r}); "
-                f"write them in the schema of {self.config.dataset_path!r}"
+                f"tasks: {self._rows} do not fit its prompt ({error!r}); write them in the schema of {self._schema!r}"
             ) from error
 
 
