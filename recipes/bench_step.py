@@ -132,6 +132,8 @@ def main() -> None:
     parser.add_argument("--authors", type=Path, help="a checkout of the authors' code, for peers")
     parser.add_argument("--output", type=Path, help="JSON file for the times of all rounds; a plot goes beside it")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"argument --rounds: {args.rounds} must be at least 2, for the quartiles")
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -42,14 +43,17 @@ def main() -> None:
             batch_size=int(args.batch_size) if args.batch_size.isdigit() else args.batch_size,
             distributed=True,
         )
+        if state.is_main_process:  # after each checkpoint, should a later one fail
+            write(results, Path(args.output_dir))
     if state.is_main_process:
-        table = format_paper_table(results)
-        print(table)
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "downstream.md").write_text(table + "\n")
-        (folder / "downstream.json").write_text(json.dumps({"results": results, "published": PUBLISHED}, indent=2))
+        print(format_paper_table(results))
     state.destroy_process_group()
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "downstream.md").write_text(format_paper_table(results) + "\n")
+    (folder / "downstream.json").write_text(json.dumps({"results": results, "published": PUBLISHED}, indent=2))
 
 
 if __name__ == "__main__":

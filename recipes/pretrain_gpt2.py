@@ -184,7 +184,7 @@ def main(options: Sequence[str] | None = None) -> None:
         raise ValueError(f"eval_loss={results['eval_loss']}: it diverged, lower learning_rate={args.learning_rate}")
     if scores:
         say(args, f"scoring {', '.join(scores.tasks)} ...")
-        results["lm_eval"] = scores.score()
+        results["lm_eval"] = scores.result or scores.score()  # the last step may have been scored already
     if args.should_save:
         curve = plot_loss({args.optim: trainer.state.log_history}, Path(args.output_dir) / "loss.png")
         model = reload(final).to(args.device)

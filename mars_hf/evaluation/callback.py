@@ -19,7 +19,8 @@ class LMEvalCallback(TrainerCallback):
     """Scores the model in memory during training: `trainer.add_callback(LMEvalCallback(trainer, tasks=...))`.
 
     The scores are logged as `eval_<task>_<metric>`, in the log history and by trackers; `lm_eval-<step>.json` in
-    `output_dir` holds the whole result of `evaluate`. `metric_for_best_model` may name one of them; they are then
+    `output_dir` holds the whole result of `evaluate` (that of a second such callback is `lm_eval-<step>-1.json`).
+    `metric_for_best_model` may name one of them; they are then
     computed at every evaluation of the Trainer as well. (An EarlyStoppingCallback that watches one must be added after
     this callback.) On several processes, under DDP, FSDP2 or DeepSpeed, all share the work and get the scores. Training
     goes on as if nothing had been scored, bit for bit.
@@ -58,7 +59,13 @@ class LMEvalCallback(TrainerCallback):
         self._suite = load_suite(tasks, data_dir=data_dir, num_fewshot=num_fewshot, distributed=True)
         self._limit, self._batch_size = limit, batch_size
         self._step = -1  # the last step that was scored
-        self._scores: dict[str, float] = {}  # and its scores, none if that failed
+        self._result: dict[str, Any] | None = None  # and its result, None if that failed
+        self._scores: dict[str, float] = {}
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result of `evaluate` for the model of this step; None if it was not scored, or that failed."""
+        return self._result if self._step == self.trainer.state.global_step else None
 
     def score(self) -> dict[str, Any] | None:
         """Scores the model as it is now, logs the scores and writes them to `output_dir`; all processes must call it.
@@ -69,13 +76,14 @@ class LMEvalCallback(TrainerCallback):
         Raises:
             Exception: It failed and `strict` is True.
         """
-        self._step, self._scores = self.trainer.state.global_step, {}
+        self._step, self._result, self._scores = self.trainer.state.global_step, None, {}
         try:
             tokenizer = self.trainer.processing_class
             result = self._suite.score(self.trainer.model, tokenizer, self._limit, self._batch_size)
         except Exception as error:
             self._failed(error)
             return None
+        self._result = result
         self._scores = {
             f"eval_{task}_{metric}": value
             for task, found in result["tasks"].items()
@@ -88,13 +96,16 @@ class LMEvalCallback(TrainerCallback):
         self.trainer.log(dict(self._scores))
         control.should_log = logs_too
         if self.trainer.is_world_process_zero():
-            path = Path(self.trainer.args.output_dir) / f"lm_eval-{self._step}.json"
+            alike = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, LMEvalCallback)]
+            place = alike.index(self) if self in alike else 0
+            path = Path(self.trainer.args.output_dir) / f"lm_eval-{self._step}{f'-{place}' if place else ''}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=2))
         return result
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finds the items, so that a task without any is reported before hours of training."""
+        self._step = -1
         try:
             self._suite.find()
         except Exception as error:
@@ -130,6 +141,11 @@ class LMEvalCallback(TrainerCallback):
         """Scores a checkpoint that nobody had announced, as with `save_strategy="best"`."""
         if self.every == "save" and self._step != state.global_step:
             self.score()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets the scores of the last step where the best model has taken its place."""
+        if args.load_best_model_at_end:
+            self._step = -1
 
     def _failed(self, error: Exception) -> None:
         if self.strict:

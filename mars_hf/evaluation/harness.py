@@ -95,9 +95,11 @@ def task_names(tasks: Sequence[str]) -> list[str]:
         ValueError: There are none, or they are no strings.
     """
     given = [tasks] if isinstance(tasks, str) else list(tasks or [])
-    if not given or not all(isinstance(name, str) for name in given):
+    strings = all(isinstance(name, str) for name in given)
+    names = [name.strip() for names in given for name in names.split(",") if name.strip()] if strings else []
+    if not names:
         raise ValueError(f'tasks: {tasks!r} is not a list of task names; pass for example ["hellaswag", "arc_easy"]')
-    return list(dict.fromkeys(name.strip() for names in given for name in names.split(",")))
+    return list(dict.fromkeys(names))
 
 
 def _check_count(argument: str, value: Any, way_out: str, least: int) -> None:

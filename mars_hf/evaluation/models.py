@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from mars_hf.evaluation.hub import hub_reachable
 
@@ -22,7 +23,8 @@ def prepare(model_or_path: Any, tokenizer: Any) -> tuple[Any, Any]:
         The bare model, the same object as was passed, and a copy of the tokenizer.
 
     Raises:
-        ValueError: A model in memory without tokenizer, a path that holds no model, a model that is not causal.
+        ValueError: A model in memory without tokenizer, a path that holds no model or not all of its weights, a
+            model that is not causal.
     """
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fspath(model_or_path)
@@ -46,17 +48,30 @@ def prepare(model_or_path: Any, tokenizer: Any) -> tuple[Any, Any]:
 def _load(kind: Any, argument: str, what: str, path: str) -> Any:
     # Without this, a name that is not there costs most of a minute in retries when the Hub is out of reach.
     local = os.path.isdir(path) or not hub_reachable()
+    weights = argument != "tokenizer"
     try:
-        loaded = kind.from_pretrained(path, local_files_only=local)
+        loaded = kind.from_pretrained(path, local_files_only=local, **{"output_loading_info": True} if weights else {})
         # A folder with a model only gives a tokenizer of the model's kind that knows no tokens but the special ones.
-        if argument == "tokenizer" and len(loaded) <= len(loaded.all_special_ids):
+        if not weights and len(loaded) <= len(loaded.all_special_ids):
             raise OSError("a tokenizer without vocabulary")
     except (OSError, ValueError) as error:
-        way_out = "pass tokenizer=" if argument == "tokenizer" else "pass a checkpoint folder or a name on the Hub"
+        way_out = "pass a checkpoint folder or a name on the Hub" if weights else "pass tokenizer="
         if not os.path.isdir(path) and local:
             way_out += ", which is out of reach now"
         raise ValueError(f"{argument}: no {what} found at {path!r}; {way_out}") from error
-    return loaded
+    except (RuntimeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{argument}: {path!r} cannot be loaded ({reason}); save it again") from error
+    if not weights:
+        return loaded
+    model, report = loaded
+    # transformers fills them with random numbers and only warns.
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{argument}: {path!r} lacks {len(missing)} weights, such as {missing[0]!r}; "
+            "pass one saved by save_pretrained() of the bare model"
+        )
+    return model
 
 
 def _unwrap(model: Any) -> Any:

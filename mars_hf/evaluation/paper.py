@@ -50,7 +50,7 @@ def format_paper_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         ValueError: There are no results, or two have different tasks.
     """
-    tasks = {tuple(result["tasks"]) for result in results.values()}
+    tasks = {tuple(sorted(result["tasks"])) for result in results.values()}
     if len(tasks) != 1:
         raise ValueError(f"results: {sorted(tasks)} are not one set of tasks; score the same ones for every checkpoint")
     columns = [column for column in enumerate(COLUMNS) if column[1][1] in next(iter(tasks))]

@@ -35,7 +35,12 @@ class Scorer(HFLM):
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int | str, ranks: Ranks) -> None:
         limit = AUTO_SEQUENCES if batch_size == "auto" else batch_size
-        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=limit, backend="causal")
+        # lm-eval ties the weights as the config says, also those that somebody untied on purpose.
+        model.tie_weights = lambda: None
+        try:
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=limit, backend="causal")
+        finally:
+            del model.tie_weights
         self.truncated = 0
         self._ranks, self._tokens = ranks, AUTO_TOKENS if batch_size == "auto" else math.inf
         # The class's signature: accelerate replaces the method of the object by one that takes anything.
@@ -45,6 +50,10 @@ class Scorer(HFLM):
         self._kept: dict[str, int] = {}
 
     def _loglikelihood_tokens(self, requests: list[Request], **kwargs: Any) -> list[tuple[float, bool]]:
+        # Processes with other requests would wait for each other for ever.
+        digest = hashlib.sha256(repr([request[1:] for request in requests]).encode()).hexdigest()
+        if self._ranks.size > 1 and len(set(self._ranks.gather(lambda: digest))) > 1:
+            raise ValueError("tasks: the processes have different items; give all of them the same data_dir")
         window = self.max_length
         vocabulary = self.model.get_input_embeddings().num_embeddings
         pieces, owners = [], []
@@ -63,10 +72,6 @@ class Scorer(HFLM):
                 pieces.append((texts, prompt + continuation[:start], continuation[start : start + size]))
                 owners.append(owner)
 
-        # Processes with other requests would wait for each other for ever.
-        digest = hashlib.sha256(repr([piece[1:] for piece in pieces]).encode()).hexdigest()
-        if self._ranks.size > 1 and len(set(self._ranks.gather(lambda: digest))) > 1:
-            raise ValueError("tasks: the processes have different items; give all of them the same data_dir")
         batches = list(self._batches(pieces))
         scored = self._ranks.share(batches, lambda batch: self._score(pieces, batch, **kwargs))
         scores = [(0.0, True)] * len(requests)
@@ -77,6 +82,15 @@ class Scorer(HFLM):
         if broken := sum(math.isnan(logprob) for logprob, _ in scores):
             raise ValueError(f"model: {broken} of {len(scores)} log-likelihoods are NaN; it cannot be scored")
         return scores
+
+    def generate_until(self, requests: list[Any], **kwargs: Any) -> list[str]:
+        """Answers as lm-eval; every process generates all of them."""
+        try:
+            return super().generate_until(requests, **kwargs)
+        except AssertionError as error:
+            raise ValueError(
+                f"tasks: {requests[0].task_name!r} generates text, which fails here ({error}); choose another task"
+            ) from error
 
     def _batches(self, pieces: list[Request]) -> Iterator[list[list[int]]]:
         """Forward passes, the longest first; each a list of sequences, each a list of the pieces that share it.

@@ -169,6 +169,8 @@ def _read(path: Path) -> datasets.Dataset:
         raise ValueError(f"data_dir: {path} is not JSON lines ({error}); write one JSON object a line") from error
     if not rows:
         raise ValueError(f"data_dir: {path} holds no items; write one JSON object a line")
+    if (odd := next((row for row in rows if not isinstance(row, dict)), None)) is not None:
+        raise ValueError(f"data_dir: {path} has {odd!r:.40}, not a JSON object; write one JSON object a line")
     return datasets.Dataset.from_list(rows)
 
 

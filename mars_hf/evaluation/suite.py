@@ -69,6 +69,8 @@ class Suite:
         with same_random_state(), quiet():
             model, tokenizer = self._ranks.agree(lambda: prepare(model_or_path, tokenizer))
             with same_training_mode(model), no_caches_left(model):
+                # Here and not within lm-eval: what fails on one process only must not leave the others waiting.
+                self._ranks.agree(lambda: [task.build_all_requests(limit=limit) for task in self._tasks.values()])
                 scorer = Scorer(model, tokenizer, batch_size, self._ranks)
                 # Not simple_evaluate, which only calls this: it would seed the global generators and describe the
                 # machine with pip and git in subprocesses, for seconds.

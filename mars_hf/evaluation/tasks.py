@@ -3,7 +3,8 @@
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def stock_config(name: str) -> dict[str, Any]:
         The definition, with its functions resolved.
 
     Raises:
-        ValueError: No task has this name.
+        ValueError: No task has this name, or its own code fails.
     """
     files = _stock_files()
     if name not in files:
@@ -77,19 +78,48 @@ def stock_config(name: str) -> dict[str, Any]:
         raise ValueError(
             f"tasks: {name!r} is no single lm-eval task; did you mean {near!r}? (Name the tasks of a group one by one.)"
         )
-    config = load_yaml(files[name])
+    try:
+        config = load_yaml(files[name])
+    except Exception as error:  # from code of the task's own, which may import or download anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"tasks: the definition of {name!r} cannot be loaded ({reason}); choose another") from error
     return {key: value for key, value in config.items() if key not in {"tag", "group", "task_list"}}
 
 
 class _Task(ConfigurableTask):
-    """A stock task that builds its requests once, however many models it scores."""
+    """A stock task that builds its requests once, however many models it scores.
+
+    Args:
+        config: Its definition.
+        source: Where its rows come from, for errors.
+    """
+
+    def __init__(self, config: dict[str, Any], source: str) -> None:
+        self._rows, self._schema = f"the {source} rows of {config['task']!r}", config["dataset_path"]
+        with self._fits():
+            super().__init__(config=config)
 
     def build_all_requests(self, *, limit: int | None = None, **options: Any) -> None:
         if getattr(self, "_built_for", ...) != limit:
-            super().build_all_requests(limit=limit, **options)
+            with self._fits():
+                super().build_all_requests(limit=limit, **options)
             self._built_for = limit
         for instance in self._instances:
             instance.resps, instance.filtered_resps = [], {}
+
+    def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
+        with self._fits():
+            return super().process_results(doc, results)
+
+    @contextmanager
+    def _fits(self) -> Iterator[None]:
+        """Says of what the prompt or the metric raises on a row what is wrong."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, TemplateError) as error:
+            raise ValueError(
+                f"tasks: {self._rows} do not fit its prompt ({error!r}); write them in the schema of {self._schema!r}"
+            ) from error
 
 
 def build_task(config: Mapping[str, Any], items: Items, num_fewshot: int) -> ConfigurableTask:
@@ -101,7 +131,7 @@ def build_task(config: Mapping[str, Any], items: Items, num_fewshot: int) -> Con
         num_fewshot: Number of examples in the prompt.
 
     Raises:
-        ValueError: The rows lack what the task's prompt needs.
+        ValueError: The first row lacks what the task's prompt needs.
     """
     config = dict(config)
     # lm-eval loads the rows of every split that is named here, whether it uses them or not.
@@ -114,13 +144,7 @@ def build_task(config: Mapping[str, Any], items: Items, num_fewshot: int) -> Con
     if process_docs := config.get("process_docs"):
         config["process_docs"] = functools.cache(process_docs)
     config |= {"custom_dataset": lambda **_: items.splits, "dataset_kwargs": None, "num_fewshot": num_fewshot}
-    try:
-        task = _Task(config=config)
-    except (KeyError, TypeError, ValueError, TemplateError) as error:  # raised by its prompt on the first row
-        raise ValueError(
-            f"tasks: the {items.source} rows of {config['task']!r} do not fit its prompt ({error!r}); "
-            f"write them in the schema of {config['dataset_path']!r}"
-        ) from error
+    task = _Task(config, items.source)
     # A generator of the task's own: the examples do not depend on the global random state, nor change it.
     task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     return task

@@ -26,6 +26,11 @@ def check_parameter(p: Tensor, group: dict[str, Any], i: int) -> None:
             f"{name_of(p, group, i)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
             "'adamw'; if an engine flattened it (FSDP1), train with DDP, FSDP2 or DeepSpeed ZeRO"
         )
+    if group["rule"] in MATRIX_RULES and group["stacked"] and len(whole_shape(p)) != 3:
+        raise ValueError(
+            f"{name_of(p, group, i)} is no stack of matrices, which has three dimensions: give it a group with "
+            "stacked=False"
+        )
 
 
 def tensor_of(p: Any) -> Tensor:

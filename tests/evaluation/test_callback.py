@@ -87,6 +87,19 @@ def test_scores_are_logged_tracked_written_and_those_of_the_checkpoint(train, it
                 assert row[f"eval_{task}_{metric}"] == written["tasks"][task][metric], f"{metric} of {task}"
 
 
+def test_a_second_callback_writes_files_of_its_own_and_both_know_their_results(train, items_dir, tmp_path):
+    trainer = train({"tasks": ["arc_easy"], "every": 2}, steps=1)
+    trainer.add_callback(LMEvalCallback(trainer, tasks=["piqa"], every=1, limit=1, data_dir=items_dir))
+    trainer.args.max_steps = 3
+    trainer.train()
+    first, second = (c for c in trainer.callback_handler.callbacks if isinstance(c, LMEvalCallback))
+    written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "run").glob("lm_eval-*")}
+    names = {"lm_eval-2.json": "arc_easy", **{f"lm_eval-{step}-1.json": "piqa" for step in (1, 2, 3)}}
+    assert {name: next(iter(result["tasks"])) for name, result in written.items()} == names
+    assert first.result is None, "step 3 was not scored"
+    assert second.result == written["lm_eval-3-1.json"]
+
+
 @pytest.mark.parametrize(
     ("every", "arguments", "steps"),
     [
@@ -120,6 +133,17 @@ def test_a_score_chooses_the_best_model(train, tmp_path):
     saved = load_file(tmp_path / "run" / f"checkpoint-{best}" / "model.safetensors")
     for name, value in saved.items():
         torch.testing.assert_close(trainer.model.state_dict()[name], value, rtol=0, atol=0, msg=f"{name}: not the best")
+    assert scores[4] != scores[best], "this test needs a last model that is not the best"
+    assert trainer.evaluate()["eval_arc_easy_acc_norm"] == scores[best], "the best model is evaluated, not the last"
+
+
+def test_a_second_training_has_scores_of_its_own(train):
+    trainer = train({"tasks": ["arc_easy"]}, eval_strategy="no", metric_for_best_model="eval_arc_easy_acc_norm")
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    rows = [row for row in trainer.state.log_history if SCORES & set(row)]
+    assert [row["step"] for row in rows] == [4], "the model after the second training was not scored"
 
 
 def test_a_failure_is_reported_and_training_goes_on(train, caplog):

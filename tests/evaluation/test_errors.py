@@ -1,13 +1,15 @@
 """What a user may get wrong: one line that names the argument, the value seen and the way out."""
 
+import json
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, GPT2Model, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from mars_hf.evaluation import evaluate, load_metric
+from mars_hf.evaluation import evaluate, load_metric, tasks
 
 TINY = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -32,6 +34,7 @@ def failure(error, *arguments, **keywords):
         ({"num_fewshot": 2}, ["num_fewshot", "'arc_easy'", "'train'", "num_fewshot=0", "arc_easy/train.jsonl"]),
         ({"tasks": []}, ["tasks: []", "hellaswag"]),
         ({"tasks": [3]}, ["tasks: [3]", "hellaswag"]),
+        ({"tasks": " ,"}, ["tasks: ' ,'", "hellaswag"]),
         ({"tasks": ["hellaswgg"]}, ["tasks: 'hellaswgg'", "did you mean 'hellaswag'?"]),
         (
             {"tasks": ["arc_easy", "sciq"]},
@@ -81,11 +84,56 @@ def test_paths(model, tmp_path, no_network, monkeypatch):
     assert len(no_network) <= 1
 
 
-@pytest.mark.parametrize(("content", "part"), [("", "holds no items"), ("{'a': 1}\n", "is not JSON lines")])
+def test_a_checkpoint_whose_weights_are_not_the_models(model, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    whole = file.read_bytes()
+    for names, part in (
+        ({name: f"_orig_mod.{name}" for name in weights}, "lacks 29 weights"),
+        ({name: name for name in weights if name != "transformer.h.1.mlp.c_fc.weight"}, "lacks 1 weights, such as 't"),
+    ):
+        save_file({new: weights[old] for old, new in names.items()}, file, metadata={"format": "pt"})
+        message = failure(ValueError, tmp_path, tasks=["arc_easy"], limit=1)
+        assert message.startswith("model_or_path: ") and part in message, message
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be loaded (SafetensorError" in failure(ValueError, tmp_path, tasks=["arc_easy"], limit=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("", "holds no items"), ("{'a': 1}\n", "is not JSON lines"), ("1\n2\n", "not a JSON object")],
+)
 def test_a_file_that_is_not_json_lines(model, tokenizer, tmp_path, content, part):
     (tmp_path / "arc_easy").mkdir()
     (tmp_path / "arc_easy" / "test.jsonl").write_text(content)
     assert part in failure(ValueError, model, tasks=["arc_easy"], tokenizer=tokenizer, data_dir=tmp_path)
+
+
+def test_a_later_row_that_does_not_fit(model, tokenizer, items, tmp_path):
+    (tmp_path / "arc_easy").mkdir()
+    first, second = items("arc_easy")[:2]
+    del second["choices"]
+    (tmp_path / "arc_easy" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, second)))
+    message = failure(ValueError, model, tasks=["arc_easy"], tokenizer=tokenizer, data_dir=tmp_path)
+    assert message.startswith("tasks: the data_dir rows of 'arc_easy' do not fit its prompt"), message
+
+
+def test_a_generation_task_that_leaves_no_room_for_the_prompt(model, tokenizer, tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    message = failure(ValueError, model, tasks=["gsm8k"], tokenizer=tokenizer, data_dir=tmp_path)
+    assert message.startswith("tasks: 'gsm8k' generates text") and "(128)" in message, message
+
+
+def test_a_task_whose_code_fails(model, tokenizer, monkeypatch):
+    def fails(path):
+        raise ModuleNotFoundError("No module named\n'math_verify'")
+
+    monkeypatch.setattr(tasks, "load_yaml", fails)
+    message = failure(ValueError, model, tasks=["arc_easy"], tokenizer=tokenizer)
+    assert message.startswith("tasks: the definition of 'arc_easy' cannot be loaded (ModuleNotFoundError"), message
 
 
 def test_rows_of_another_schema(model, tokenizer, tmp_path):

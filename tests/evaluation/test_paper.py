@@ -55,5 +55,7 @@ def test_the_table_has_scores_errors_average_items_and_sources():
 def test_some_of_the_tasks_make_a_narrower_table_and_different_ones_none():
     table = format_paper_table({"mine": result(["boolq", "sciq"])})
     assert "BoolQ acc" in table and "SciQ acc_norm" in table and "PIQA" not in table
+    lines = format_paper_table({"a": result(["sciq", "boolq"]), "b": result(["boolq", "sciq"])}).split("\n")
+    assert lines[2].split("|")[2:] == lines[4].split("|")[2:], "the order of the tasks"
     with pytest.raises(ValueError, match="not one set of tasks"):
         format_paper_table({"a": result(["boolq"]), "b": result(["sciq"])})

@@ -27,6 +27,7 @@ def draw_random_numbers(*_):
 
 def test_mode_config_random_states_and_tokenizer_are_unchanged(model, tokenizer, items_dir):
     model.transformer.h[0].eval()  # held in eval mode by the user
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)  # untied, though not in the config
     model.register_forward_hook(draw_random_numbers)
     modes = {name: module.training for name, module in model.named_modules()}
     config, generation = model.config.to_dict(), model.generation_config.to_dict()

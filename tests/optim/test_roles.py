@@ -193,3 +193,10 @@ def test_a_checkpoint_from_before_stacks_loads():
     del state["param_groups"][0]["stacked"]
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["stacked"] is False
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 6, 8, 3)])
+def test_a_stack_has_three_dimensions(shape):
+    weight = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) is no stack of matrices.* stacked=False"):
+        MARS([{"params": [weight], "rule": "mars-m", "stacked": True}], mars_type="mars-m")

@@ -54,3 +54,12 @@ def test_errors_are_one_line(checkpoint, root, options, message):
     done = subprocess.run(command, cwd=root, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and message in last and "Traceback" not in done.stderr, done.stderr
+
+
+def test_what_was_scored_before_a_failure_is_kept(checkpoint, root, tmp_path):
+    options = [checkpoint, tmp_path / "none", "--tasks", "boolq", "--limit", "1", "--output_dir", tmp_path]
+    command = [sys.executable, RECIPE, *map(str, options)]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "no causal language model found" in done.stderr, done.stderr
+    assert list(json.loads((tmp_path / "downstream.json").read_text())["results"]) == [str(checkpoint)]
+    assert str(checkpoint) in (tmp_path / "downstream.md").read_text()

@@ -19,7 +19,7 @@ RECIPE = "recipes/pretrain_gpt2.py"
 SHORT = (
     "--max_steps 12 --block_size 48 --logging_steps 2 --eval_steps 6 --save_steps 6 --warmup_steps 2 --lm_eval_limit 4"
 )
-SHORT += " --n_layer 2 --n_embd 64 --vocab_size 512 --per_device_train_batch_size 8"
+SHORT += " --lm_eval_every 6 --n_layer 2 --n_embd 64 --vocab_size 512 --per_device_train_batch_size 8"
 TRAINING_ONLY = "--lm_eval_tasks none --sample_tokens 0"
 
 
@@ -91,7 +91,10 @@ def test_bits_per_byte_by_hand(run, root):
 
 def test_lm_eval_scores_are_labelled_as_those_of_a_subset(run):
     output, printed = run
-    tasks = json.loads((output / "results.json").read_text())["lm_eval"]["tasks"]
+    results = json.loads((output / "results.json").read_text())
+    tasks = results["lm_eval"]["tasks"]
+    scored = [row["step"] for row in results["history"] if "eval_hellaswag_acc_norm" in row]
+    assert scored == [6, 12], "the last step is scored once"
     assert set(tasks) == {"hellaswag", "arc_easy", "arc_challenge"}
     for task in tasks.values():
         assert task["items"] == 4 and task["subset"] is True
