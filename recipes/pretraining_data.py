@@ -101,7 +101,7 @@ def tokenizer_of(files: dict[str, list[Path]], data_args: Any) -> str | None:
 def planned_vocabulary(data_args: Any) -> int:
     """The size of the vocabulary, before text is read."""
     is_text = data_args.streaming or data_args.dataset_path is None
-    files = {"train": []} if is_text else bin_files(data_args.dataset_path)
+    files: dict[str, list[Path]] = {"train": []} if is_text else bin_files(data_args.dataset_path)
     name = tokenizer_of(files, data_args)
     return data_args.vocab_size if name in (None, CHARACTERS) else len(load_tokenizer(name))
 

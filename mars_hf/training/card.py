@@ -114,7 +114,8 @@ def _scores(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float, str]]
     for key, metric in {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}.items():
         if key in results:
             yield "held-out text", metric, results[key], "the validation part"
-    for name, task in results.get("lm_eval", {}).get("tasks", {}).items():
+    # None where the scoring failed.
+    for name, task in (results.get("lm_eval") or {}).get("tasks", {}).items():
         label = f"{name} ({task['num_fewshot']}-shot)"
         for metric in (key.removesuffix("_stderr") for key in task if key.endswith("_stderr")):
             if task[metric] is not None:

@@ -214,3 +214,10 @@ def test_long_histories_are_thinned_and_keep_the_end():
     assert _losses([{"step": step, "eval_loss": 1.0} for step in range(1, 21)])[0][0] == 1
     listed = [step for step, _ in _losses([{"step": step, "eval_loss": 1.0} for step in range(1, 102)])]
     assert listed[-1] == 101 and len(listed) <= 20 and len({b - a for a, b in pairwise(listed)}) == 1
+
+
+def test_a_scoring_that_failed_leaves_the_other_scores():
+    """`LMEvalCallback.score` returns None then, and the card is written all the same."""
+    from mars_hf.training.card import _scores
+
+    assert list(_scores({"eval_loss": 1.0, "lm_eval": None})) == [("held-out text", "loss", 1.0, "the validation part")]
