@@ -98,6 +98,6 @@ def test_other_commands_of_the_readme_are_known():
     known = ("python3 -m venv", "accelerate launch", "python recipes/bench_step.py", "python recipes/pretrain_gpt2.py")
     known += ("python recipes/import_checkpoint.py --checkpoint ",)  # by tests/recipes/test_import_checkpoint.py
     known += ("python recipes/prepare_data.py",)
-    known += ("python recipes/compare_optimizers.py",)
+    known += ("python recipes/compare_optimizers.py", "python recipes/bench_training.py")
     known += ("python recipes/evaluate_downstream.py",)
     assert all(command.startswith(known) for command in COMMANDS)
