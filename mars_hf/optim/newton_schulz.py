@@ -1,5 +1,7 @@
 """Orthogonalisation of matrices by Newton-Schulz iteration."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def newton_schulz(stack: Tensor, *, steps: int, eps: float, dtype: torch.dtype) 
     tall = x.size(1) > x.size(2)
     if tall:
         x = x.mT
-    multiply_add = torch.baddbmm
+    multiply_add: Callable[..., Tensor] = torch.baddbmm
     if len(x) == 1:  # for which the products of a batch are slower
         x, multiply_add = x[0], torch.addmm
     for _ in range(steps):
