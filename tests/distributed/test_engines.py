@@ -53,7 +53,7 @@ def launch(runs: list[Run], folder: Path) -> None:
     command = [sys.executable, *(torchrun if processes > 1 else []), WORKER, folder / "cases.json", folder]
     root = str(WORKER.parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
 
 

@@ -56,7 +56,7 @@ def test_the_model_card_tells_what_was_found(run):
         assert scores[f"{name} (0-shot)", "acc_norm"] == task["acc_norm"]
     for line in (
         "the embedded corpus, two novels by Jane Austen: ",
-        "tokens of a vocabulary of 512, in blocks of 48.",
+        "vocabulary 512, blocks of 48.",
         "with mars-adamw of mars_hf",
         "| lr | 0.006 |",
         "embedded subset: first 4 of 10,042 validation items |",

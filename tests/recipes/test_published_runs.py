@@ -5,6 +5,7 @@ import torch
 from transformers import get_scheduler
 
 from mars_hf import MARS
+from mars_hf.models import build_model
 from mars_hf.training.config import parse_config
 from mars_hf.training.dry_run import apply_global_batch
 from mars_hf.training.trainer import mars_optimizer
@@ -48,7 +49,8 @@ def planned(recipe, root):
         apply_global_batch(args, plan)
         if size not in models:
             with torch.device("meta"):
-                models[size] = recipe.build_gpt2(recipe.configuration(data, model_args), bias=model_args.bias)
+                config = recipe.configuration(recipe.planned_vocabulary(data), data.block_size, model_args)
+                models[size] = build_model(config, bias=model_args.bias)
         return data, args, models[size]
 
     return build
