@@ -5,12 +5,11 @@ from typing import Any
 
 from mars_hf.evaluation.table import markdown
 
-# Column, lm-eval task, metric. The paper does not say which metric its columns are. OpenAI's GPT-2 settles it, whose
-# scores by this harness others have published (124M: the baseline of "Stay on topic with Classifier-Free Guidance",
-# arXiv 2306.17806; XL: EleutherAI's tables of GPT-2). acc / acc_norm of 124M, beside the paper's row: ARC-E 43.81 /
-# 39.48 (39.48), ARC-C 19.03 / 22.70 (22.70), HellaSwag 28.92 / 31.14 (31.14), PIQA 62.89 / 62.51 (62.51), SciQ 75.0 /
-# 64.4 (64.40); OpenBookQA has acc 22.4 for XL, where the paper has 32.00. BoolQ 48.72 and WinoGrande 51.62 are equal,
-# and like MMLU have acc alone. So a column is acc_norm wherever its task has that.
+# Column, lm-eval task, metric. The paper does not say which metric its columns are. OpenAI's GPT-2 settles it, of which
+# zero-shot scores by this harness are public. acc / acc_norm of 124M, beside the paper's row: ARC-E 43.81 / 39.48
+# (39.48), ARC-C 19.03 / 22.70 (22.70), HellaSwag 28.92 / 31.14 (31.14), PIQA 62.89 / 62.51 (62.51), SciQ 75.0 / 64.4
+# (64.40); OpenBookQA has acc 22.4 for XL, where the paper has 32.00. BoolQ 48.72 and WinoGrande 51.62 are equal, and
+# like MMLU have acc alone. So a column is acc_norm wherever its task has that.
 COLUMNS = (
     ("ARC-E", "arc_easy", "acc_norm"),
     ("ARC-C", "arc_challenge", "acc_norm"),
