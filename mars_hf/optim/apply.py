@@ -120,6 +120,7 @@ class Update:
         sharding: answers for the parts.
         bounds: what is known of the norms from the last step; brought up to date.
         fuse: runs the element-wise part of a MARS rule as one compiled pass; the group went through `check_fused`.
+        grad_scale: what that pass multiplies the gradients by; the tensors must be whole if it is not 1.
     """
 
     def __init__(
@@ -131,10 +132,12 @@ class Update:
         sharding: Sharding,
         bounds: NormBounds,
         fuse: bool = False,
+        grad_scale: float = 1.0,
     ) -> None:
         self.all = Part(params, grads, state)
         self.hyper, self.sharding, self._bounds = hyper, sharding, bounds
         self._fuse = fuse and hyper["rule"] in MARS_RULES
+        self._grad_scale = grad_scale
         clips = "last_grad" in state and hyper["clip_c"] is not None
         # The compiled pass measures whole tensors by itself. Sharded ones are always measured: a bound on their norms
         # would need a collective as the norms do.
@@ -180,7 +183,7 @@ class Update:
         """What a rule does element by element: c, its clip, and the update or, for matrix rules, the momentum."""
         hyper = self.hyper
         if self._fuse:
-            fused_update_(*part, hyper, factors)
+            fused_update_(*part, hyper, factors, self._grad_scale)
             return
         # Where there are factors, h became c already if its dtype allows.
         for chunk in chunks(part) if factors is None else self._pieces:

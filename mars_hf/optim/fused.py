@@ -34,7 +34,7 @@ _PARAMETER_DTYPES = (torch.float32, torch.float64)
 class _Hyper(ctypes.Structure):
     """`Hyper` of fused.cpp."""
 
-    _names = ("lr", "weight_decay", "beta1", "beta2", "eps", "alpha", "gamma", "clip_c")
+    _names = ("lr", "weight_decay", "beta1", "beta2", "eps", "alpha", "gamma", "grad_scale", "clip_c")
     _fields_ = (*((name, ctypes.c_double) for name in _names), ("renew", ctypes.c_int64))
 
 
@@ -119,7 +119,9 @@ def squared_norms_of_c(grads: Tensors, last_grads: Tensors, hyper: Hyper) -> Ten
     return torch.tensor(list(squares), dtype=torch.float64)
 
 
-def update_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, factors: Factors | None) -> None:
+def update_(
+    params: Tensors, grads: Tensors, state: State, hyper: Hyper, factors: Factors | None, grad_scale: float = 1.0
+) -> None:
     """All that a MARS rule does element by element, h <- g in approx mode included.
 
     Args:
@@ -129,6 +131,7 @@ def update_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, factors
         hyper: the param group.
         factors: of the clip, a number for each tensor; None: the tensors are whole, and are clipped where there is a
             clip.
+        grad_scale: what the gradients are to be multiplied by when they are read.
 
     All tensors that belong together have the elements of their memory in the same order.
     """
@@ -149,7 +152,8 @@ def update_(params: Tensors, grads: Tensors, state: State, hyper: Hyper, factors
     numbers = {name: hyper[name] for name in ("lr", "weight_decay", "eps", "gamma")}
     clips_here = factors is None and hyper["clip_c"] is not None
     numbers["clip_c"] = hyper["clip_c"] if clips_here else float("inf")
-    hypers = _Hyper(**numbers, beta1=beta1, beta2=beta2, alpha=alpha(hyper), renew=hyper["is_approx"])
+    numbers |= {"beta1": beta1, "beta2": beta2, "alpha": alpha(hyper), "grad_scale": grad_scale}
+    hypers = _Hyper(**numbers, renew=hyper["is_approx"])
     run = getattr(passes(), f"{_PASSES[hyper['rule']]}_{_NAMES[dtype]}_{_NAMES[h_dtype]}")
     run(ctypes.byref(tensors), ctypes.byref(hypers), torch.get_num_threads())
     # Autograd learns of writes from the version counters.

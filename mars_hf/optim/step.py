@@ -12,7 +12,7 @@ from mars_hf.optim.apply import NormBounds, Update
 from mars_hf.optim.fused import check_fused
 from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.reference import ExactReference
-from mars_hf.optim.rules import squared_norms, state_names
+from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, squared_norms, state_names
 from mars_hf.optim.sharding import GroupTensors, Sharding, whole_norms
 from mars_hf.optim.tensors import check_parameter, gradient_like, name_in, name_of, place_of, same_layout
 
@@ -25,6 +25,7 @@ class Step(ExactReference):
     """
 
     metrics: VarianceReduction | None
+    _grad_scale: float  # of the clip, still to be applied
     _tensors: GroupTensors
     _bounds: NormBounds
 
@@ -59,10 +60,56 @@ class Step(ExactReference):
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
             update.finish(its_norms)
+        self._grad_scale = 1.0
         if updates or not work:
             for group in self._exact_groups():
                 group["last_grad_is_used"] = True
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the gradients of all parameters by their global 2-norm, for the `step()` that follows.
+
+            g = g min(1, max_norm / (||all g||_2 + 1e-6))
+
+        The update is that after `torch.nn.utils.clip_grad_norm_`, which this calls, except with `fused=True`: the
+        compiled passes of approx mode multiply when they read the gradients, which saves the pass that writes them, and
+        their `p.grad` stay unclipped. The factor holds for one `step()`; `zero_grad()` and the next clip forget it.
+
+        Args:
+            max_norm: the largest norm.
+
+        Returns:
+            The norm before the clip, of shape ().
+
+        Raises:
+            ValueError: `max_norm` is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r} must be positive: leave the call out for no clip")
+        self._grad_scale = 1.0
+        late: list[Tensor] = []
+        at_once: list[Tensor] = []
+        for group in self.param_groups:
+            (late if self._read_once(group) else at_once).extend(group["params"])
+        grads = [p.grad for p in [*late, *at_once] if p.grad is not None]
+        shards = any(type(grad) is not Tensor for grad in grads)
+        if not late or shards or self.__dict__.get("metrics") is not None:
+            return torch.nn.utils.clip_grad_norm_([*late, *at_once], max_norm)
+        total = torch.nn.utils.get_total_norm(grads)
+        torch.nn.utils.clip_grads_with_norm_(at_once, max_norm, total)
+        self._grad_scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, and what `clip_grad_norm_` found; see `torch.optim.Optimizer.zero_grad`."""
+        self._grad_scale = 1.0
+        super().zero_grad(set_to_none)
+
+    def _read_once(self, group: dict[str, Any]) -> bool:
+        """Whether a step reads the gradients of a group in a compiled pass alone, and no later step does."""
+        compiled = self.defaults["fused"] and group["rule"] in MARS_RULES
+        return compiled and group["is_approx"] and not (group["memory_efficient"] and group["rule"] in MATRIX_RULES)
 
     def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient, checked; modifies nothing."""
@@ -104,7 +151,9 @@ class Step(ExactReference):
         state = {name: sharding.parts([state[name] for state in states]) for name in names}
         # Only a memory of norms.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
-        return Update(sharding.parts(params), grads, state, group, sharding, bounds, bool(self.defaults["fused"]))
+        scale = self.__dict__.get("_grad_scale", 1.0) if self._read_once(group) else 1.0
+        fuse = bool(self.defaults["fused"])
+        return Update(sharding.parts(params), grads, state, group, sharding, bounds, fuse, scale)
 
     def _memory(self) -> GroupTensors:
         return self.__dict__.setdefault("_tensors", GroupTensors())

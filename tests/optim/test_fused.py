@@ -13,6 +13,7 @@ from torch import nn
 from mars_hf import MARS
 from mars_hf.optim import apply
 from mars_hf.optim import fused as passes
+from mars_hf.optim.metrics import VarianceReduction
 
 # Several blocks with a tail, one block exactly, one element more; convolutions, vectors, a scalar, an empty tensor.
 SHAPES = [(131, 401), (128, 128), (5, 3277), (7, 5), (6, 4, 3, 3), (1, 1), (17,), (), (0, 3)]
@@ -177,6 +178,85 @@ def test_momentum_without_beta_forgets_exactly():
         p.grad = torch.full((2, 2), size)
         optimizer.step()
     assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
+
+
+@needs_compiler
+@pytest.mark.parametrize("max_norm", [0.3, 1e3])
+@pytest.mark.parametrize("last_grad_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_clip_grad_norm_is_the_clip_of_torch(case, last_grad_dtype, max_norm):
+    """Left to the compiled pass or done at once, with vectors and matrices of other rules beside; state included."""
+    rule, lean = case.split()[0], case.endswith("lean")
+    left, right = parameters(torch.float32), parameters(torch.float32)
+    options = {"mars_type": rule, "fused": True, "ns_steps": 1, "ns_dtype": torch.float32}
+    special = {"memory_efficient": True, "clip_c": None} if lean else {"last_grad_dtype": last_grad_dtype}
+    ours, theirs = (
+        MARS([group | special if group["rule"] == rule else group for group in groups(params, rule)], **options)
+        for params in (left, right)
+    )
+    for step in range(4):
+        set_gradients(left, right, step, [0.5 + i for i in range(len(SHAPES))])
+        norm = ours.clip_grad_norm_(max_norm)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(right, max_norm))
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        for i, (p, q) in enumerate(zip(left, right)):
+            assert_close(p, q, f"parameter {i} after step {step}")
+            for name, expected in theirs.state[q].items():
+                assert_close(ours.state[p][name].float(), expected.float(), f"{name} of {i} after step {step}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("forget", ["step", "zero_grad", "clip_grad_norm_"])
+def test_a_clip_holds_for_one_step(forget):
+    p, q = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    ours, theirs = MARS([p], fused=True), MARS([q], fused=True)
+    p.grad, q.grad = torch.full((4, 4), 3.0), torch.full((4, 4), 3.0)
+    assert ours.clip_grad_norm_(0.1) == 12
+    assert (p.grad == 3).all()
+    if forget == "step":
+        ours.step()
+        nn.utils.clip_grad_norm_([q], 0.1)
+        theirs.step()
+        q.grad.fill_(3.0)
+    elif forget == "zero_grad":
+        ours.zero_grad()
+        p.grad = q.grad.clone()
+    else:
+        ours.clip_grad_norm_(100.0)
+    ours.step()
+    theirs.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_a_clip_that_is_read_elsewhere_is_done_at_once():
+    """By metrics, by the momentum without h, by exact mode, and without a compiled pass."""
+    cases = [
+        {"fused": True, "metrics": True},
+        {"fused": True, "mars_type": "mars-shampoo", "memory_efficient": True, "clip_c": None},
+        {"fused": True, "is_approx": False},
+        {},
+    ]
+    for options in cases:
+        p = nn.Parameter(torch.ones(4, 4))
+        metrics = options.pop("metrics", False)
+        optimizer = MARS([p], **options)
+        if metrics:
+            optimizer.metrics = VarianceReduction()
+        p.grad = torch.full((4, 4), 3.0)
+        optimizer.clip_grad_norm_(6.0)
+        torch.testing.assert_close(p.grad, torch.full((4, 4), 1.5), msg=f"{options} {metrics}")
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
+def test_a_clip_to_nothing_is_refused(max_norm):
+    p = nn.Parameter(torch.ones(2, 2))
+    p.grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"max_norm=.* must be positive"):
+        MARS([p]).clip_grad_norm_(max_norm)
+    assert (p.grad == 1).all()
 
 
 @needs_compiler
