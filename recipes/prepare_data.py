@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mars_hf.evaluation.hub import require_hub
+from mars_hf.hub import require_hub
 
 # Dataset on the hub, its configuration, and GPT-2 tokens to come.
 NAMED = {

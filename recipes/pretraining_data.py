@@ -10,7 +10,7 @@ from mars_hf import MARSTrainingArguments
 from mars_hf.data import Shuffled, TokenBlocks, bin_files, corpus_tokenizer, load_text_corpus, pack
 from mars_hf.data.streaming import StreamedBlocks, StreamState, load_stream
 from mars_hf.data.tokenizer import CHARACTERS, load_tokenizer
-from mars_hf.evaluation.hub import require_hub
+from mars_hf.hub import require_hub
 
 
 @dataclass

@@ -9,10 +9,11 @@ import pytest
 ALLOWED = {
     "optim": {"optim"},
     "training": {"training", "optim"},
-    "data": {"data"},
-    "models": {"models"},
-    "evaluation": {"evaluation"},
+    "data": {"data", "hub"},
+    "models": {"models", "hub"},
+    "evaluation": {"evaluation", "hub"},
     "plots": set(),
+    "hub": set(),
 }
 TORCH_ONLY = {"optim"}
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from mars_hf.evaluation.hub import hub_reachable
+from mars_hf.hub import hub_reachable
 
 
 def prepare(model_or_path: Any, tokenizer: Any) -> tuple[Any, Any]:

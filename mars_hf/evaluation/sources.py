@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from mars_hf.evaluation.hub import hub_reachable
+from mars_hf.hub import hub_reachable
 
 ITEMS = Path(__file__).parent / "items"
 MANIFEST: dict[str, dict[str, Any]] = json.loads((ITEMS / "manifest.json").read_text())

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mars_hf.evaluation
-from mars_hf.evaluation import hub
+from mars_hf import hub
 
 ITEMS = Path(mars_hf.evaluation.__file__).parent / "items"
 VOCABULARY = 400

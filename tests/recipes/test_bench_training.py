@@ -28,7 +28,7 @@ def test_the_plain_model_is_the_model_of_the_recipe(bench):
     for i, block in enumerate(ours.transformer.h):
         names = {"norms.0": block.ln_1, "norms.1": block.ln_2, "qkv": block.attn.c_attn, "out": block.attn.c_proj}
         names |= {"up": block.mlp.c_fc, "down": block.mlp.c_proj}
-        state |= {f"blocks.{i}.{name}.weight": module.weight.T for name, module in names.items()}
+        state |= {f"blocks.{i}.{name}.weight": module.weight.t() for name, module in names.items()}
     plain.load_state_dict(state)
     tokens = torch.randint(40, (3, 8))
     loss = plain(tokens[:, :-1], tokens[:, 1:])

@@ -26,10 +26,11 @@ class Recorded(TokenBlocks):
 
 
 def blocks_in(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = np.random.default_rng(0).integers(VOCAB, size=BLOCKS * LENGTH)
-    write_tokens(folder / "train0.bin", tokens[:100])
-    write_tokens(folder / "train1.bin", tokens[100:], shard=True)
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        tokens = np.random.default_rng(0).integers(VOCAB, size=BLOCKS * LENGTH)
+        write_tokens(folder / "train0.bin", tokens[:100])
+        write_tokens(folder / "train1.bin", tokens[100:], shard=True)
     return Recorded([folder / "train0.bin", folder / "train1.bin"], LENGTH, VOCAB)
 
 
@@ -73,6 +74,8 @@ def test_data_loader_workers_that_stay_change_nothing(tmp_path):
 
 def test_two_processes_train_on_the_same_batches_and_resume(tmp_path):
     """Over gloo: the global batches of one process, the same parameters, and a resume of its own in the second pass."""
+    for run in ("straight", "resumed"):
+        blocks_in(tmp_path / run / "data")  # before two processes write the same files
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launcher, __file__, str(tmp_path)],
