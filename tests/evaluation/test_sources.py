@@ -11,7 +11,8 @@ import huggingface_hub
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
-from mars_hf.evaluation import evaluate, format_table, hub, sources
+from mars_hf import hub
+from mars_hf.evaluation import evaluate, format_table, sources
 from mars_hf.evaluation.sources import Items
 
 
