@@ -159,21 +159,23 @@ void update_block(const Tensors& x, const Block& block, const Hyper& hyper) {
   }
 }
 
-// ||c||^2 over a block, before the clip.
+// ||c||^2 over a block, before the clip; without h that is ||g||^2.
 template <typename T, typename H>
 double squared_norm_of_block(const Tensors& x, const Block& block, double grad_scale, double alpha_) {
+  constexpr bool keeps_h = !std::is_same<H, nothing>::value;
   const T* __restrict gradient = static_cast<const T*>(x.grads[block.tensor]);
-  const H* __restrict h = static_cast<const H*>(x.last_grads[block.tensor]);
+  const H* __restrict h = keeps_h ? static_cast<const H*>(x.last_grads[block.tensor]) : nullptr;
   const T scale = grad_scale, alpha = alpha_;
   double sum = 0;
   for (int64_t begin = block.begin; begin < block.end; begin += STRIP / sizeof(T)) {
     const int64_t end = std::min<int64_t>(begin + STRIP / sizeof(T), block.end);
     prefetch<false>(gradient + begin);
-    prefetch<false>(h + begin);
+    if constexpr (keeps_h) prefetch<false>(h + begin);
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = begin; j < end; j++) {
       const T g = scale * gradient[j];
-      const double c = g + alpha * (g - value(h[j]));
+      double c = g;
+      if constexpr (keeps_h) c = g + alpha * (g - value(h[j]));
       sum += c * c;
     }
   }
@@ -228,19 +230,23 @@ void update(const Tensors& x, const Hyper& hyper, int threads) {
     update<rule, T, H>(*x, *hyper, threads);                                            \
   }
 
-#define EXPORT_WITH_H(T, H)                                                                               \
-  EXPORT_UPDATE(adamw, T, H)                                                                              \
-  EXPORT_UPDATE(lion, T, H)                                                                               \
-  EXPORT_UPDATE(momentum, T, H)                                                                           \
+#define EXPORT_NORMS(T, H)                                                                                \
   extern "C" void squared_norms_##T##_##H(const Tensors* x, double alpha, double* squares, int threads) { \
     squared_norms<T, H>(*x, 0, x->count, 1, alpha, squares, threads);                                     \
   }
 
-#define EXPORT(T)                \
-  EXPORT_WITH_H(T, T)            \
-  EXPORT_WITH_H(T, bfloat16)     \
+#define EXPORT_WITH_H(T, H)    \
+  EXPORT_UPDATE(adamw, T, H)    \
+  EXPORT_UPDATE(lion, T, H)     \
+  EXPORT_UPDATE(momentum, T, H) \
+  EXPORT_NORMS(T, H)
+
+#define EXPORT(T)                 \
+  EXPORT_WITH_H(T, T)             \
+  EXPORT_WITH_H(T, bfloat16)      \
   EXPORT_UPDATE(lion, T, nothing) \
-  EXPORT_UPDATE(momentum, T, nothing)
+  EXPORT_UPDATE(momentum, T, nothing) \
+  EXPORT_NORMS(T, nothing)
 
 EXPORT(float)
 EXPORT(double)

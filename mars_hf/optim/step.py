@@ -1,5 +1,6 @@
 """One step of the optimizer: from the param groups and their gradients to the updates that `apply` runs."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 
 from mars_hf.optim.apply import NormBounds, Update
-from mars_hf.optim.fused import check_fused
+from mars_hf.optim.fused import check_fused, squared_norms_of_g
 from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.reference import ExactReference
 from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, squared_norms, state_names
 from mars_hf.optim.sharding import GroupTensors, Sharding, whole_norms
 from mars_hf.optim.tensors import check_parameter, gradient_like, name_in, name_of, place_of, same_layout
+
+# Tensors of fewer elements are measured in less time than it takes to look up what is known of their norm.
+SMALL = 2**16
 
 
 class Step(ExactReference):
@@ -25,7 +29,10 @@ class Step(ExactReference):
     """
 
     metrics: VarianceReduction | None
-    _grad_scale: float  # of the clip, still to be applied
+    # Of a clip whose step is still to come: the factor, and for each parameter where its gradient is, that gradient's
+    # version, and its norm after the clip.
+    _grad_scale: float
+    _grad_norms: dict[Tensor, tuple[int, int, float]]
     _tensors: GroupTensors
     _bounds: NormBounds
 
@@ -60,7 +67,7 @@ class Step(ExactReference):
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
             update.finish(its_norms)
-        self._grad_scale = 1.0
+        self._forget_clip()
         if updates or not work:
             for group in self._exact_groups():
                 group["last_grad_is_used"] = True
@@ -87,24 +94,54 @@ class Step(ExactReference):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be positive: leave the call out for no clip")
-        self._grad_scale = 1.0
+        self._forget_clip()
         late: list[Tensor] = []
         at_once: list[Tensor] = []
         for group in self.param_groups:
-            (late if self._read_once(group) else at_once).extend(group["params"])
-        grads = [p.grad for p in [*late, *at_once] if p.grad is not None]
-        shards = any(type(grad) is not Tensor for grad in grads)
-        if not late or shards or self.__dict__.get("metrics") is not None:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            (late if self._read_once(group) else at_once).extend(with_gradient)
+        ordinary = all(type(p.grad) is Tensor and p.grad.layout == torch.strided for p in [*late, *at_once])
+        if not late or not ordinary or self.__dict__.get("metrics") is not None:
             return torch.nn.utils.clip_grad_norm_([*late, *at_once], max_norm)
-        total = torch.nn.utils.get_total_norm(grads)
+        norms = self._norms(late)
+        total = torch.nn.utils.get_total_norm([*norms, *(p.grad for p in at_once if p.grad is not None)])
         torch.nn.utils.clip_grads_with_norm_(at_once, max_norm, total)
         self._grad_scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
+        for p, norm in zip(late, norms.tolist()):
+            if p.numel() >= SMALL:
+                g: Any = p.grad
+                self._grad_norms[p] = g.data_ptr(), g._version, norm * self._grad_scale
+        return total.to(late[0].dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, and what `clip_grad_norm_` found; see `torch.optim.Optimizer.zero_grad`."""
-        self._grad_scale = 1.0
+        self._forget_clip()
         super().zero_grad(set_to_none)
+
+    def _forget_clip(self) -> None:
+        self._grad_scale, self._grad_norms = 1.0, {}
+
+    def _norms(self, params: list[Tensor]) -> Tensor:
+        """||g|| of each, by the compiled pass."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, p in enumerate(params):
+            by_dtype.setdefault(p.dtype, []).append(i)
+        squares = torch.empty(len(params), dtype=torch.float64)
+        for places in by_dtype.values():
+            squares[places] = squared_norms_of_g([gradient_like(params[i]) for i in places])
+        return squares.sqrt()
+
+    def _norms_found(self, params: list[Tensor]) -> list[float] | None:
+        """||g|| of each after the clip, nan where `clip_grad_norm_` did not note it; None: nowhere."""
+        found = self.__dict__.get("_grad_norms")
+        if not found:
+            return None
+        norms = []
+        for p in params:
+            g: Any = p.grad
+            address, version, norm = found.get(p, (0, -1, math.nan))
+            norms.append(norm if (address, version) == (g.data_ptr(), g._version) else math.nan)
+        return norms
 
     def _read_once(self, group: dict[str, Any]) -> bool:
         """Whether a step reads the gradients of a group in a compiled pass alone, and no later step does."""
@@ -153,7 +190,8 @@ class Step(ExactReference):
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
         scale = self.__dict__.get("_grad_scale", 1.0) if self._read_once(group) else 1.0
         fuse = bool(self.defaults["fused"])
-        return Update(sharding.parts(params), grads, state, group, sharding, bounds, fuse, scale)
+        g_norms = self._norms_found(params) if fuse and sharding.whole else None
+        return Update(sharding.parts(params), grads, state, group, sharding, bounds, fuse, scale, g_norms)
 
     def _memory(self) -> GroupTensors:
         return self.__dict__.setdefault("_tensors", GroupTensors())

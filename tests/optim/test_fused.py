@@ -202,9 +202,11 @@ def test_clip_grad_norm_is_the_clip_of_torch(case, last_grad_dtype, max_norm):
         theirs.step()
         ours.zero_grad()
         for i, (p, q) in enumerate(zip(left, right)):
-            assert_close(p, q, f"parameter {i} after step {step}")
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-4 if last_grad_dtype else 1e-5, msg=f"{i}, step {step}")
             for name, expected in theirs.state[q].items():
-                assert_close(ours.state[p][name].float(), expected.float(), f"{name} of {i} after step {step}")
+                # The two factors may differ in their last bit, and then h in bfloat16 by one of its own.
+                near = {"rtol": 2**-7, "atol": 1e-3} if last_grad_dtype else {"rtol": 0, "atol": 4e-6}
+                torch.testing.assert_close(ours.state[p][name], expected, **near, msg=f"{name} of {i}, step {step}")
 
 
 @needs_compiler
