@@ -104,7 +104,7 @@ class Step(ExactReference):
         if not late or not ordinary or self.__dict__.get("metrics") is not None:
             return torch.nn.utils.clip_grad_norm_([*late, *at_once], max_norm)
         norms = self._norms(late)
-        total = torch.nn.utils.get_total_norm([*norms, *(p.grad for p in at_once if p.grad is not None)])
+        total = torch.nn.utils.get_total_norm([norms, *(p.grad for p in at_once if p.grad is not None)])
         torch.nn.utils.clip_grads_with_norm_(at_once, max_norm, total)
         self._grad_scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
         for p, norm in zip(late, norms.tolist()):
