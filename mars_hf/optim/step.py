@@ -53,6 +53,7 @@ class Step(ExactReference):
         """
         loss = None
         if closure is not None:
+            self._forget_clip()  # that of other gradients; the closure may clip its own
             with torch.enable_grad():
                 loss = closure()
         work = [(group, *same) for group in self.param_groups for same in self._layouts(group)]

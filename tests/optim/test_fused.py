@@ -210,7 +210,7 @@ def test_clip_grad_norm_is_the_clip_of_torch(case, last_grad_dtype, max_norm):
 
 
 @needs_compiler
-@pytest.mark.parametrize("forget", ["step", "zero_grad", "clip_grad_norm_"])
+@pytest.mark.parametrize("forget", ["step", "zero_grad", "clip_grad_norm_", "closure"])
 def test_a_clip_holds_for_one_step(forget):
     p, q = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     ours, theirs = MARS([p], fused=True), MARS([q], fused=True)
@@ -225,9 +225,9 @@ def test_a_clip_holds_for_one_step(forget):
     elif forget == "zero_grad":
         ours.zero_grad()
         p.grad = q.grad.clone()
-    else:
+    elif forget == "clip_grad_norm_":
         ours.clip_grad_norm_(100.0)
-    ours.step()
+    ours.step((lambda: p.grad) if forget == "closure" else None)
     theirs.step()
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
