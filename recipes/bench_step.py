@@ -133,6 +133,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"argument --rounds: {args.rounds} must be at least 2, for the quartiles")
+    try:
+        torch.empty(0, device=args.device)
+    except (AssertionError, RuntimeError) as error:  # as torch says that it was built without, or finds no driver
+        parser.error(f"argument --device: {args.device} cannot be used: {str(error).splitlines()[0]}")
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
 

@@ -43,3 +43,10 @@ def test_benchmark_leaves_out_peers_that_are_not_there(root, tmp_path):
     done = subprocess.run([*command, "--authors", str(tmp_path)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "authors is left out" in done.stdout and "1,000,000 parameters" in done.stdout
+
+
+def test_benchmark_says_that_a_device_is_not_there(root):
+    command = [sys.executable, "recipes/bench_step.py", "--model", "tiny", "--device", "nowhere"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "argument --device: nowhere cannot be used: " in done.stderr.splitlines()[-1]
