@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ class Step(ExactReference):
     """
 
     metrics: VarianceReduction | None
-    # Of a clip whose step is still to come: the factor, and for each parameter where its gradient is, that gradient's
-    # version, and its norm after the clip.
+    # Of a clip whose step is still to come: its factor, and for each parameter that it left to the compiled pass the
+    # gradient, its version, and its norm after the clip (nan: not noted).
     _grad_scale: float
-    _grad_norms: dict[Tensor, tuple[int, int, float]]
+    _unscaled: dict[Tensor, tuple[Tensor, int, float]]
     _tensors: GroupTensors
     _bounds: NormBounds
 
@@ -49,11 +49,12 @@ class Step(ExactReference):
 
         Raises:
             ValueError: a sparse gradient, a parameter flattened after routing, or in exact mode a reference gradient
-                that was not renewed since the step before. Nothing is modified then.
+                that was not renewed since the step before; a gradient changed in place after `clip_grad_norm_`. Nothing
+                is modified then.
         """
         loss = None
         if closure is not None:
-            self._forget_clip()  # that of other gradients; the closure may clip its own
+            self._scale_gradients()  # the closure may add to them
             with torch.enable_grad():
                 loss = closure()
         work = [(group, *same) for group in self.param_groups for same in self._layouts(group)]
@@ -61,9 +62,13 @@ class Step(ExactReference):
             for group in self.param_groups:  # their options may come from a checkpoint
                 check_fused(group)
         self._warn_of_overwritten_lr()
-        updates = [update for item in work if (update := self._update(*item)) is not None]
+        self._check_unchanged()
         metrics = self.__dict__.get("metrics")
-        if metrics is not None and metrics.measures:
+        measures = metrics is not None and metrics.measures
+        if measures or not self._all_unscaled([p for group, same, _ in work if self._read_once(group) for p in same]):
+            self._scale_gradients()
+        updates = [update for item in work if (update := self._update(*item)) is not None]
+        if metrics is not None and measures:
             metrics.measure(updates)
         norms = whole_norms([update.sharding for update in updates], [update.squares() for update in updates])
         for update, its_norms in zip(updates, norms):
@@ -81,8 +86,9 @@ class Step(ExactReference):
             g = g min(1, max_norm / (||all g||_2 + 1e-6))
 
         The update is that after `torch.nn.utils.clip_grad_norm_`, which this calls, except with `fused=True`: the
-        compiled passes of approx mode multiply when they read the gradients, which saves the pass that writes them, and
-        their `p.grad` stay unclipped. The factor holds for one `step()`; `zero_grad()` and the next clip forget it.
+        compiled passes of approx mode multiply when they read the gradients, which saves a pass that writes them. Their
+        `p.grad` stay as they are, also after the step. So call it last: gradients may be replaced between the two, but
+        not changed in place (through `.data` or NumPy nobody would notice).
 
         Args:
             max_norm: the largest norm.
@@ -91,36 +97,62 @@ class Step(ExactReference):
             The norm before the clip, of shape ().
 
         Raises:
-            ValueError: `max_norm` is not positive.
+            ValueError: `max_norm` is not positive, a parameter that `fused=True` does not serve any more, or a gradient
+                that was changed in place since the last clip. Nothing is modified then.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be positive: leave the call out for no clip")
-        self._forget_clip()
+        self._scale_gradients()
         late: list[Tensor] = []
         at_once: list[Tensor] = []
         for group in self.param_groups:
+            if self._read_once(group):
+                check_fused(group)
             with_gradient = [p for p in group["params"] if p.grad is not None]
             (late if self._read_once(group) else at_once).extend(with_gradient)
-        ordinary = all(type(p.grad) is Tensor and p.grad.layout == torch.strided for p in [*late, *at_once])
+        grads = [p.grad for p in [*late, *at_once] if p.grad is not None]
+        ordinary = all(type(g) is Tensor and g.layout == torch.strided and not g.is_inference() for g in grads)
         if not late or not ordinary or self.__dict__.get("metrics") is not None:
             return torch.nn.utils.clip_grad_norm_([*late, *at_once], max_norm)
         norms = self._norms(late)
         total = torch.nn.utils.get_total_norm([norms, *(p.grad for p in at_once if p.grad is not None)])
         torch.nn.utils.clip_grads_with_norm_(at_once, max_norm, total)
-        self._grad_scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        self._grad_scale = scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
         for p, norm in zip(late, norms.tolist()):
-            if p.numel() >= SMALL:
-                g: Any = p.grad
-                self._grad_norms[p] = g.data_ptr(), g._version, norm * self._grad_scale
-        return total.to(late[0].dtype)
+            g: Any = p.grad
+            self._unscaled[p] = g, g._version, norm * scale if p.numel() >= SMALL else math.nan
+        return total.to(reduce(torch.promote_types, (g.dtype for g in grads)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, and what `clip_grad_norm_` found; see `torch.optim.Optimizer.zero_grad`."""
+        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`."""
         self._forget_clip()
         super().zero_grad(set_to_none)
 
     def _forget_clip(self) -> None:
-        self._grad_scale, self._grad_norms = 1.0, {}
+        self._grad_scale, self._unscaled = 1.0, {}
+
+    def _scale_gradients(self) -> None:
+        """Does in place what a clip has left to the compiled pass, for the gradients that are still there."""
+        self._check_unchanged()
+        for p, (g, *_) in self.__dict__.get("_unscaled", {}).items():
+            if p.grad is g:
+                g.mul_(self._grad_scale)
+        self._forget_clip()
+
+    def _check_unchanged(self) -> None:
+        """Raises ValueError where a gradient that a clip left as it was has been changed in place."""
+        for p, (g, version, _) in self.__dict__.get("_unscaled", {}).items():
+            if p.grad is g and g._version != version:
+                raise ValueError(
+                    f"clip_grad_norm_(): the gradient of shape {tuple(g.shape)} was changed after it: clip between the "
+                    "last backward() and step(), or use torch.nn.utils.clip_grad_norm_"
+                )
+
+    def _all_unscaled(self, params: list[Tensor]) -> bool:
+        """Whether a clip left the gradients of exactly these parameters to the compiled pass, or of none at all."""
+        unscaled = self.__dict__.get("_unscaled", {})
+        known = (unscaled.get(p, (None,))[0] is p.grad for p in params)
+        return not unscaled or (len(unscaled) >= len(params) and all(known))
 
     def _norms(self, params: list[Tensor]) -> Tensor:
         """||g|| of each, by the compiled pass."""
@@ -134,15 +166,10 @@ class Step(ExactReference):
 
     def _norms_found(self, params: list[Tensor]) -> list[float] | None:
         """||g|| of each after the clip, nan where `clip_grad_norm_` did not note it; None: nowhere."""
-        found = self.__dict__.get("_grad_norms")
-        if not found:
+        unscaled = self.__dict__.get("_unscaled")
+        if not unscaled:
             return None
-        norms = []
-        for p in params:
-            g: Any = p.grad
-            address, version, norm = found.get(p, (0, -1, math.nan))
-            norms.append(norm if (address, version) == (g.data_ptr(), g._version) else math.nan)
-        return norms
+        return [unscaled[p][2] for p in params]
 
     def _read_once(self, group: dict[str, Any]) -> bool:
         """Whether a step reads the gradients of a group in a compiled pass alone, and no later step does."""
@@ -189,9 +216,9 @@ class Step(ExactReference):
         state = {name: sharding.parts([state[name] for state in states]) for name in names}
         # Only a memory of norms.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
-        scale = self.__dict__.get("_grad_scale", 1.0) if self._read_once(group) else 1.0
-        fuse = bool(self.defaults["fused"])
-        g_norms = self._norms_found(params) if fuse and sharding.whole else None
+        fuse, late = bool(self.defaults["fused"]), self._read_once(group)
+        scale = self.__dict__.get("_grad_scale", 1.0) if late else 1.0
+        g_norms = self._norms_found(params) if late else None
         return Update(sharding.parts(params), grads, state, group, sharding, bounds, fuse, scale, g_norms)
 
     def _memory(self) -> GroupTensors:

@@ -5,12 +5,13 @@ import math
 import pickle
 import random
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from mars_hf import MARS
+from mars_hf import MARS, mars_param_groups
 from mars_hf.optim import apply
 from mars_hf.optim import fused as passes
 from mars_hf.optim.metrics import VarianceReduction
@@ -209,27 +210,120 @@ def test_clip_grad_norm_is_the_clip_of_torch(case, last_grad_dtype, max_norm):
                 torch.testing.assert_close(ours.state[p][name], expected, **near, msg=f"{name} of {i}, step {step}")
 
 
+def clip_twice(model, optimizer, clip):
+    clip(0.1)
+    clip(0.05)
+
+
+def skip_and_clear(model, optimizer, clip):
+    """Say after an overflow; the next gradients may lie where these did."""
+    model[0].weight.grad[0, 0] = math.inf
+    clip(0.1)
+    model.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+
+
+def one_gradient_more(model, optimizer, clip):
+    model[0].weight.grad = None
+    clip(0.1)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+def one_gradient_less(model, optimizer, clip):
+    clip(0.1)
+    model[1].weight.grad = None
+
+
+def measure(model, optimizer, clip):
+    clip(0.1)
+    optimizer.metrics = VarianceReduction()
+    optimizer.metrics.measures = True
+
+
+def step_before(model, optimizer, clip):
+    clip(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+
+
+def clear(model, optimizer, clip):
+    clip(0.1)
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+
+
 @needs_compiler
-@pytest.mark.parametrize("forget", ["step", "zero_grad", "clip_grad_norm_", "closure"])
-def test_a_clip_holds_for_one_step(forget):
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        clip_twice,
+        skip_and_clear,
+        one_gradient_more,
+        one_gradient_less,
+        measure,
+        step_before,
+        clear,
+    ],
+)
+def test_a_clip_belongs_to_its_gradients(between, rule):
+    """Whatever comes between clip and step; a matrix large enough for its norm to be noted, and vectors beside."""
+    outcomes = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 2))
+        groups = mars_param_groups(model, lr=1e-3, mars_type=rule)
+        optimizer = MARS(groups, lr=1e-3, mars_type=rule, fused=True, ns_dtype=torch.float32, ns_steps=1)
+        clip = optimizer.clip_grad_norm_ if ours else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        for _ in range(2):
+            model(torch.ones(2, 300)).sum().backward()
+            between(model, optimizer, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append([*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())])
+    for mine, torchs in zip(*outcomes):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+def test_a_closure_finds_clipped_gradients():
     p, q = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     ours, theirs = MARS([p], fused=True), MARS([q], fused=True)
     p.grad, q.grad = torch.full((4, 4), 3.0), torch.full((4, 4), 3.0)
     assert ours.clip_grad_norm_(0.1) == 12
     assert (p.grad == 3).all()
-    if forget == "step":
-        ours.step()
-        nn.utils.clip_grad_norm_([q], 0.1)
-        theirs.step()
-        q.grad.fill_(3.0)
-    elif forget == "zero_grad":
-        ours.zero_grad()
-        p.grad = q.grad.clone()
-    elif forget == "clip_grad_norm_":
-        ours.clip_grad_norm_(100.0)
-    ours.step((lambda: p.grad) if forget == "closure" else None)
-    theirs.step()
+    ours.step(lambda: p.grad.add_(0.01))
+    nn.utils.clip_grad_norm_([q], 0.1)
+    theirs.step(lambda: q.grad.add_(0.01))
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_a_clip_refuses_what_the_step_refuses():
+    model = nn.Linear(300, 300)
+    optimizer = MARS(model.parameters(), fused=True)
+    model.bfloat16()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="fused=True serves float32 and float64 on the CPU"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("then", ["step", "clip_grad_norm_"])
+def test_a_gradient_that_changes_after_the_clip_is_refused(then):
+    """Added to by another backward pass, say: what belongs to the clip and what does not is lost."""
+    p = nn.Parameter(torch.ones(4, 4))
+    optimizer = MARS([p], fused=True)
+    p.grad = torch.ones(4, 4)
+    optimizer.clip_grad_norm_(0.1)
+    p.grad.add_(1.0)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_\(\): the gradient of shape \(4, 4\) was changed after it"):
+        optimizer.step() if then == "step" else optimizer.clip_grad_norm_(0.1)
+    assert (p == 1).all() and (p.grad == 2).all() and not optimizer.state
+    optimizer.zero_grad()
+    optimizer.step()
 
 
 @needs_compiler
