@@ -121,7 +121,9 @@ ARGUMENTS = (DataArguments, ModelArguments, EvaluationArguments, PlanArguments, 
 
 def main(options: Sequence[str] | None = None) -> None:
     """Runs the recipe with these command-line options; None: those of the process."""
-    data_args, model_args, eval_args, plan, args = parse_config(ARGUMENTS, options, default_config=QUICKSTART)
+    data_args, model_args, eval_args, plan, args = parse_config(
+        ARGUMENTS, options, default_config=QUICKSTART, gives_way={"model_size": ("n_layer", "n_head", "n_embd")}
+    )
     apply_global_batch(args, plan)
     if plan.dry_run:
         with torch.device("meta"):

@@ -60,7 +60,9 @@ def check_memory_efficient(group: dict[str, Any]) -> None:
     if not group["is_approx"]:
         raise ValueError("memory_efficient=True needs is_approx=True: exact mode must keep a reference gradient")
     if group["clip_c"] is not None:
-        raise ValueError(f"memory_efficient=True cannot clip c, got clip_c={group['clip_c']!r}: pass clip_c=None")
+        raise ValueError(
+            f"memory_efficient=True cannot clip c, got clip_c={group['clip_c']!r}: pass clip_c=None (--mars_clip_c 0)"
+        )
     if group["last_grad_dtype"] is not None:
         raise ValueError(
             f"memory_efficient=True keeps no last_grad, got last_grad_dtype={group['last_grad_dtype']}: drop one"

@@ -207,6 +207,8 @@ class MARSTrainingArguments(MARSArguments, TrainingArguments):
             self.bf16, self.fp16 = launched == "bf16", launched == "fp16"
         name = optim_name(self)
         if name not in OPTIM_NAMES:
+            if name in RULES:
+                raise ValueError(f"optim={name!r} is unknown: use --optim mars --mars_type {name}")
             known = [*OPTIM_NAMES, *(member.value for member in OptimizerNames)]
             one_of("optim", name, known, listed=f"{', '.join(OPTIM_NAMES)}, or an optimizer of the Trainer")
             super().__post_init__()

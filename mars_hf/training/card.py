@@ -17,6 +17,11 @@ TAG = "mars"
 # No more evaluations than these are listed, evenly spaced; the figure shows all.
 MOST_ROWS = 20
 
+PACKAGE = (
+    "mars_hf (MARS, [arXiv 2411.10438](https://arxiv.org/abs/2411.10438); MARS-M, "
+    "[arXiv 2510.21800](https://arxiv.org/abs/2510.21800))"
+)
+
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,7 +57,8 @@ def complete_card(path: Path, trainer: Any, details: CardDetails) -> None:
     card = ModelCard.load(path)
     name = path.resolve().parent.name
     scores = list(_scores(details.results))
-    card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), TAG]))
+    hyperparameters = mars_hyperparameters(trainer.args)  # none of another optimizer
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *([TAG] if hyperparameters else [])])) or None
     if scores:
         card.data.model_name = card.data.model_name or name
         card.data.eval_results = [
@@ -61,7 +67,7 @@ def complete_card(path: Path, trainer: Any, details: CardDetails) -> None:
     curve = f"![loss curve]({details.curve.name})\n\n" if details.curve else ""
     sections = {
         "Data": details.data,
-        "Optimizer": _table(("hyperparameter", "value"), mars_hyperparameters(trainer.args).items()),
+        "Optimizer": _table(("hyperparameter", "value"), hyperparameters.items()),
         "Training": _table(("setting", "value"), _training(trainer).items()),
         "Loss": curve + _table(("step", "evaluation loss (nats a token)"), _losses(trainer.state.log_history)),
         "Scores": _table(("data", "metric", "score", "of"), ((d, m, f"{v:.4f}", of) for d, m, v, of in scores)),
@@ -74,21 +80,24 @@ def complete_card(path: Path, trainer: Any, details: CardDetails) -> None:
 
 def _summary(trainer: Any) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model)
-    rule = mars_hyperparameters(trainer.args).get("mars_type", trainer.args.optim)
     # FSDP2 renames the class; ZeRO-3 leaves empty tensors that remember their size.
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     kind = type(model).__name__.removeprefix("FSDP")
-    return (
-        f"{kind} with {parameters:,} parameters, trained for {trainer.state.global_step:,} steps with {rule} of "
-        "mars_hf (MARS, [arXiv 2411.10438](https://arxiv.org/abs/2411.10438); MARS-M, "
-        "[arXiv 2510.21800](https://arxiv.org/abs/2510.21800)) in the Hugging Face Trainer."
-    )
+    rule = mars_hyperparameters(trainer.args).get("mars_type")
+    optimizer = f"{rule} of {PACKAGE}" if rule else _optim(trainer)
+    steps = f"{trainer.state.global_step:,} steps"
+    return f"{kind} with {parameters:,} parameters, trained for {steps} with {optimizer} in the Hugging Face Trainer."
+
+
+def _optim(trainer: Any) -> str:
+    """The name of the optimizer; that of the Trainer's own is a member of an enum."""
+    return str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
 def _training(trainer: Any) -> dict[str, Any]:
     args = trainer.args
     return {
-        "optim": args.optim,
+        "optim": _optim(trainer),
         "learning_rate": args.learning_rate,
         "lr_scheduler_type": f"{args.lr_scheduler_type.value} {args.lr_scheduler_kwargs or ''}".strip(),
         "warmup_steps": args.get_warmup_steps(trainer.state.max_steps),

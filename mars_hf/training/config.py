@@ -3,10 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
@@ -14,7 +14,11 @@ from transformers import HfArgumentParser
 
 
 def parse_config(
-    dataclass_types: Sequence[Any], args: Sequence[str] | None = None, *, default_config: str | Path | None = None
+    dataclass_types: Sequence[Any],
+    args: Sequence[str] | None = None,
+    *,
+    default_config: str | Path | None = None,
+    gives_way: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """Fills dataclasses from `--config FILE.yaml` and command-line options, which win over the file.
 
@@ -25,6 +29,7 @@ def parse_config(
         dataclass_types: the dataclasses to fill; each field is a key of the file and an option.
         args: the command line; None: that of the process.
         default_config: the file to read when no `--config` is given.
+        gives_way: an option, and the keys of the default file that it makes void.
 
     Returns:
         One instance of each dataclass.
@@ -34,11 +39,15 @@ def parse_config(
             itself, or a value that the dataclasses refuse.
     """
     parser = HfArgumentParser(dataclass_types, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", help="YAML file with any of the settings below; options win over it.")
+    parser.add_argument("--config", help="YAML file with any of these settings; options win over it.")
     given = list(sys.argv[1:] if args is None else args)
     known = {action.dest for action in parser._actions} - {"help", "config"}
-    path = _config_option(given) or default_config
+    chosen = _config_option(given)
+    path = chosen or default_config
     settings = {} if path is None else read_settings(path, known)
+    if chosen is None:
+        for option in {word.split("=")[0].removeprefix("--") for word in given} & gives_way.keys():
+            settings = {key: value for key, value in settings.items() if key not in gives_way[option]}
     nullable = {n for kind in dataclass_types for n, hint in get_type_hints(kind).items() if NoneType in get_args(hint)}
     for key, value in settings.items():
         if value is None and key not in nullable:

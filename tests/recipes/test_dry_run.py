@@ -92,6 +92,17 @@ def test_epochs_and_other_optimizers(dry_run, tmp_path):
         dry_run("--output_dir", tmp_path, "--optim", "adamw_torch")
 
 
+def test_a_model_size_takes_the_place_of_the_widths_of_the_quick_start(dry_run, tmp_path):
+    kept = ["--output_dir", tmp_path, "--model_size", "small"]
+    # 12 layers of 12 x 768^2 and 2 gains, the last gain, 2,048 tokens, 128 positions.
+    assert f"{12 * (12 * 768**2 + 2 * 768) + 768 + (2048 + 128) * 768:,} parameters train" in line(
+        dry_run(*kept), "model:"
+    )
+    assert f"{12 * 768**2 + 3 * 768 + (2048 + 128) * 768:,} parameters train" in line(
+        dry_run(*kept, "--n_layer", 1), "model:"
+    )
+
+
 def test_the_vocabulary_is_that_of_the_run(dry_run, root, tmp_path, corpus):
     """Of characters as the file says, of files of tokens by the tokenizer beside them; one that is missing is named."""
     settings = root / "recipes" / "configs" / "shakespeare_char.yaml"

@@ -86,6 +86,7 @@ def test_optim_args_set_the_same_fields():
     ("options", "message"),
     [
         (["--optim", "mras"], "optim='mras' is unknown: did you mean 'mars'"),
+        (["--optim", "muon"], "optim='muon' is unknown: use --optim mars --mars_type muon"),
         (["--optim", "adamw_torhc"], "did you mean 'adamw_torch'"),
         (["--optim_args", "gama=0.1"], "did you mean 'gamma'"),
         (["--optim_args", "gamma"], "has no value"),

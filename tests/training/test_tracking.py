@@ -210,6 +210,15 @@ def test_a_card_without_details_still_names_the_optimizer(tmp_path):
     assert re.findall("^## (.*)$", text, re.MULTILINE) == ["Optimizer", "Training", "Use"]
 
 
+def test_the_card_of_another_optimizer_does_not_credit_mars(tmp_path):
+    trainer = MARSTrainer(model=gpt2(), args=arguments(tmp_path, optim="adamw_torch"), train_dataset=rows())
+    trainer.create_model_card()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "trained for 0 steps with adamw_torch in the Hugging Face Trainer." in card.text
+    assert "| optim | adamw_torch |" in card.text
+    assert "mars" not in (card.data.tags or []) and "MARS" not in card.text
+
+
 def test_long_histories_are_thinned_and_keep_the_end():
     assert _losses([{"step": step, "eval_loss": 1.0} for step in range(1, 21)])[0][0] == 1
     listed = [step for step, _ in _losses([{"step": step, "eval_loss": 1.0} for step in range(1, 102)])]
