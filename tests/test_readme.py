@@ -52,6 +52,7 @@ def test_commands_of_published_runs_are_planned(command, root, tmp_path, monkeyp
     options = command.split("pretrain_gpt2.py ")[1]
     plan = "" if "--dry_run" in options else "--dry_run --processes 8"
     monkeypatch.chdir(root)
+    monkeypatch.syspath_prepend(root / "recipes")  # where Python looks for a script's neighbours
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *shlex.split(options), *plan.split()])
     runpy.run_path("recipes/pretrain_gpt2.py", run_name="__main__")
     printed = capsys.readouterr().out
