@@ -21,6 +21,15 @@ def hub_reachable() -> bool:
     return not _offline() and _hub_answers()
 
 
+def only_local(name: str) -> bool:
+    """Whether a model or tokenizer is to be looked for in its folder or the cache alone: `local_files_only`.
+
+    Args:
+        name: of it; a folder or a name on the Hub.
+    """
+    return os.path.isdir(name) or not hub_reachable()
+
+
 def _offline() -> bool:
     return any(os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"} for name in OFFLINE_VARIABLES)
 

@@ -1,12 +1,11 @@
 """Tokenizers of the corpus they will read: a small byte-level BPE, and one token a character."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mars_hf.hub import hub_reachable
+from mars_hf.hub import only_local
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -22,9 +21,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: it cannot be loaded; in one line.
     """
-    local = Path(name).is_dir() or not hub_reachable()
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local)
+        return AutoTokenizer.from_pretrained(name, local_files_only=only_local(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer_name={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 

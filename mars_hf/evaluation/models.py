@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from mars_hf.hub import hub_reachable
+from mars_hf.hub import only_local
 
 
 def prepare(model_or_path: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ def prepare(model_or_path: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 def _load(kind: Any, argument: str, what: str, path: str) -> Any:
     # Without this, a name that is not there costs most of a minute in retries when the Hub is out of reach.
-    local = os.path.isdir(path) or not hub_reachable()
+    local = only_local(path)
     weights = argument != "tokenizer"
     try:
         loaded = kind.from_pretrained(path, local_files_only=local, **{"output_loading_info": True} if weights else {})

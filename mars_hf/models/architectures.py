@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mars_hf.hub import hub_reachable
+from mars_hf.hub import only_local
 from mars_hf.models.gpt2 import build_gpt2, gpt2_config
 
 # Of the classes for causal language modelling in `transformers`, those whose loss compares every token with itself, so
@@ -42,7 +42,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise ValueError(f"model_config={name!r} is not a file: give a config.json, a folder with one or a hub name")
     try:
-        local = Path(name).exists() or not hub_reachable()
+        local = Path(name).is_file() or only_local(name)
         settings, _ = PreTrainedConfig.get_config_dict(name, local_files_only=local)
     except (OSError, ValueError) as error:
         raise ValueError(f"model_config={name!r} cannot be loaded: {str(error).splitlines()[0]}") from None

@@ -158,14 +158,14 @@ class Update:
         # a bound on their norms would need a collective as the norms do.
         self._clips_within = self._fuse and sharding.whole
         self._bounded = clips and sharding.whole and (not self._fuse or g_norms is not None)
-        self._watched: dict[Tensor, float] = {}
+        self._g_norms: dict[Tensor, float] = {}  # by the h that will be g, to be remembered
         may_clip = [clips] * len(params)
         if self._bounded:
             last_grads = state["last_grad"]
-            self._watched = bounds.watched(grads, last_grads, hyper, g_norms)
-            may_clip = [h not in self._watched for h in last_grads]
-            if g_norms is not None and becomes_g(grads, last_grads, hyper):
-                self._watched = dict(zip(last_grads, g_norms))
+            watched = bounds.watched(grads, last_grads, hyper, g_norms)
+            may_clip = [h not in watched for h in last_grads]
+            told = g_norms if becomes_g(grads, last_grads, hyper) else None
+            self._g_norms = watched if told is None else dict(zip(last_grads, told))
         self._clipped, self._others = (self.all.where(may_clip, value) for value in (True, False))
 
     def squares(self) -> Tensor | None:
@@ -197,8 +197,8 @@ class Update:
             self._elementwise_(self._clipped, clip_factors(norms, self.hyper["clip_c"]))
             if self._bounded:
                 grads, last_grads = self._clipped.grads, self._clipped.state["last_grad"]
-                self._watched |= self._bounds.to_watch(grads, last_grads, norms, self.hyper)
-        self._bounds.remember(self._watched)
+                self._g_norms |= self._bounds.to_watch(grads, last_grads, norms, self.hyper)
+        self._bounds.remember(self._g_norms)
         if self.hyper["rule"] in MATRIX_RULES:
             self._orthogonalise_()
 

@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ class Step(ExactReference):
     start without it.
     """
 
-    metrics: VarianceReduction | None
+    metrics: VarianceReduction | None = None
     # Of a clip whose step is still to come: its factor, and for each parameter that it left to the compiled pass the
     # gradient, its version, and its norm after the clip (nan: not noted).
-    _grad_scale: float
-    _unscaled: dict[Tensor, tuple[Tensor, int, float]]
+    _grad_scale = 1.0
+    _unscaled: Mapping[Tensor, tuple[Tensor, int, float]] = MappingProxyType({})
     _tensors: GroupTensors
     _bounds: NormBounds
 
@@ -63,7 +64,7 @@ class Step(ExactReference):
                 check_fused(group)
         self._warn_of_overwritten_lr()
         self._check_unchanged()
-        metrics = self.__dict__.get("metrics")
+        metrics = self.metrics
         measures = metrics is not None and metrics.measures
         if measures or not self._all_unscaled([p for group, same, _ in work if self._read_once(group) for p in same]):
             self._scale_gradients()
@@ -112,15 +113,14 @@ class Step(ExactReference):
             (late if self._read_once(group) else at_once).extend(with_gradient)
         grads = [p.grad for p in [*late, *at_once] if p.grad is not None]
         ordinary = all(type(g) is Tensor and g.layout == torch.strided and not g.is_inference() for g in grads)
-        if not late or not ordinary or self.__dict__.get("metrics") is not None:
+        if not late or not ordinary or self.metrics is not None:
             return torch.nn.utils.clip_grad_norm_([*late, *at_once], max_norm)
         norms = self._norms(late)
-        total = torch.nn.utils.get_total_norm([norms, *(p.grad for p in at_once if p.grad is not None)])
+        total = torch.nn.utils.get_total_norm([norms, *grads[len(late) :]])
         torch.nn.utils.clip_grads_with_norm_(at_once, max_norm, total)
         self._grad_scale = scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-        for p, norm in zip(late, norms.tolist()):
-            g: Any = p.grad
-            self._unscaled[p] = g, g._version, norm * scale if p.numel() >= SMALL else math.nan
+        noted = (norm * scale if p.numel() >= SMALL else math.nan for p, norm in zip(late, norms.tolist()))
+        self._unscaled = {p: (g, g._version, norm) for p, g, norm in zip(late, grads, noted)}
         return total.to(reduce(torch.promote_types, (g.dtype for g in grads)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -134,14 +134,14 @@ class Step(ExactReference):
     def _scale_gradients(self) -> None:
         """Does in place what a clip has left to the compiled pass, for the gradients that are still there."""
         self._check_unchanged()
-        for p, (g, *_) in self.__dict__.get("_unscaled", {}).items():
+        for p, (g, *_) in self._unscaled.items():
             if p.grad is g:
                 g.mul_(self._grad_scale)
         self._forget_clip()
 
     def _check_unchanged(self) -> None:
         """Raises ValueError where a gradient that a clip left as it was has been changed in place."""
-        for p, (g, version, _) in self.__dict__.get("_unscaled", {}).items():
+        for p, (g, version, _) in self._unscaled.items():
             if p.grad is g and g._version != version:
                 raise ValueError(
                     f"clip_grad_norm_(): the gradient of shape {tuple(g.shape)} was changed after it: clip between the "
@@ -150,7 +150,7 @@ class Step(ExactReference):
 
     def _all_unscaled(self, params: list[Tensor]) -> bool:
         """Whether a clip left the gradients of exactly these parameters to the compiled pass, or of none at all."""
-        unscaled = self.__dict__.get("_unscaled", {})
+        unscaled = self._unscaled
         known = (unscaled.get(p, (None,))[0] is p.grad for p in params)
         return not unscaled or (len(unscaled) >= len(params) and all(known))
 
@@ -166,10 +166,7 @@ class Step(ExactReference):
 
     def _norms_found(self, params: list[Tensor]) -> list[float] | None:
         """||g|| of each after the clip, nan where `clip_grad_norm_` did not note it; None: nowhere."""
-        unscaled = self.__dict__.get("_unscaled")
-        if not unscaled:
-            return None
-        return [unscaled[p][2] for p in params]
+        return [self._unscaled[p][2] for p in params] if self._unscaled else None
 
     def _read_once(self, group: dict[str, Any]) -> bool:
         """Whether a step reads the gradients of a group in a compiled pass alone, and no later step does."""
@@ -217,7 +214,7 @@ class Step(ExactReference):
         # Only a memory of norms.
         bounds = self.__dict__.setdefault("_bounds", NormBounds())
         fuse, late = bool(self.defaults["fused"]), self._read_once(group)
-        scale = self.__dict__.get("_grad_scale", 1.0) if late else 1.0
+        scale = self._grad_scale if late else 1.0
         g_norms = self._norms_found(params) if late else None
         return Update(sharding.parts(params), grads, state, group, sharding, bounds, fuse, scale, g_norms)
 

@@ -74,16 +74,15 @@ def complete_card(path: Path, trainer: Any, details: CardDetails) -> None:
         "Use": USE.format(name=trainer.args.hub_model_id or name),
     }
     text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items() if body)
-    card.text = f"\n# {card.data.model_name or name}\n\n{_summary(trainer)}\n{text}"
+    card.text = f"\n# {card.data.model_name or name}\n\n{_summary(trainer, hyperparameters.get('mars_type'))}\n{text}"
     card.save(path)
 
 
-def _summary(trainer: Any) -> str:
+def _summary(trainer: Any, rule: str | None) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model)
     # FSDP2 renames the class; ZeRO-3 leaves empty tensors that remember their size.
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     kind = type(model).__name__.removeprefix("FSDP")
-    rule = mars_hyperparameters(trainer.args).get("mars_type")
     optimizer = f"{rule} of {PACKAGE}" if rule else _optim(trainer)
     steps = f"{trainer.state.global_step:,} steps"
     return f"{kind} with {parameters:,} parameters, trained for {steps} with {optimizer} in the Hugging Face Trainer."
