@@ -7,19 +7,23 @@
 
 The loop is what a research script has: its own GPT-2 without a bias, batches cut from one array of tokens, torch's
 clip and fused AdamW, a schedule. The recipe's side is MARSTrainer with the settings of the quick start, Hugging Face's
-GPT-2 and the packed dataset, and logs as often. Both train the same sizes on batches of the same shape in float32.
+GPT-2 made lean and the packed dataset, and logs as often. Both train the same sizes on batches of the same shape in
+float32. The recipe keeps the memory it frees (mars_hf/training/cpu.py); so does the second of the plain loops.
 
-Machines drift, so only the ratios of one run mean something: in every round each side trains --steps steps, of which
-the first --warmup do not count, a ratio is taken within the round, and the median over the rounds is printed.
+Machines drift, so only the ratios of one run mean something: in every round each side trains --steps steps in a process
+of its own, of which the first --warmup do not count, a ratio is taken within the round, and the median over the rounds
+is printed.
 """
 
 import argparse
 import json
 import math
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +37,13 @@ from transformers.utils import logging
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator
-from mars_hf.models import build_gpt2, gpt2_config
+from mars_hf.models import build_gpt2, gpt2_config, make_lean
+from mars_hf.training.cpu import keep_freed_memory
 
 # layers, heads, width, vocabulary, block size, sequences a step
 MODELS = {"quickstart": (4, 4, 192, 2048, 128, 16), "small": (12, 12, 768, 50304, 128, 4)}
 LOGGING_STEPS = 10
-LOOP = "plain loop, adamw"
+LOOP, KEPT = "plain loop, adamw", "the same, memory kept"
 RECIPE = {
     "recipe, adamw": {"mars_type": "adamw", "mars_beta1": 0.9, "mars_beta2": 0.95},
     "recipe, mars": {},
@@ -123,12 +128,15 @@ class Clock(TrainerCallback):
 def recipe(
     tokens: Tensor, sizes: tuple[int, ...], steps: int, compiled: bool, optimizer: dict[str, Any]
 ) -> list[float]:
-    """The same of MARSTrainer."""
+    """The same of MARSTrainer, in the order of the recipe."""
+    keep_freed_memory()
     layers, heads, width, vocabulary, block_size, batch_size = sizes
     config = gpt2_config(
         **{"n_layer": layers, "n_head": heads, "n_embd": width, "vocab_size": vocabulary, "n_positions": block_size}
     )
     blocks = Dataset.from_dict({"input_ids": tokens[: len(tokens) // block_size * block_size].view(-1, block_size)})
+    model = build_gpt2(config)
+    make_lean(model, compiled=compiled)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = MARSTrainingArguments(
@@ -141,7 +149,7 @@ def recipe(
             dataloader_pin_memory=False,
         )
         trainer = MARSTrainer(
-            model=build_gpt2(config),
+            model=model,
             args=args,
             train_dataset=blocks.with_format("torch"),
             data_collator=causal_collator,
@@ -161,43 +169,58 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="of these, the first ones that do not count")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--torch_compile", action="store_true", help="compile both models")
-    parser.add_argument("--profile", action="store_true", help="the costliest operations of the recipe instead")
-    parser.add_argument("--output", type=Path, help="JSON file for the times of all rounds")
+    parser.add_argument("--profile", action="store_true", help="the costliest operations of both sides instead")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures of all rounds")
+    parser.add_argument("--side", choices=[LOOP, KEPT, *RECIPE], help="train this one alone, and print its figures")
     args = parser.parse_args()
-    if args.warmup >= args.steps:
-        parser.error(f"argument --steps: {args.steps} must be more than --warmup {args.warmup}")
+    if args.warmup + 1 >= args.steps:
+        parser.error(f"argument --steps: {args.steps} must be two more than --warmup {args.warmup}")
+    if args.side:
+        print(json.dumps(train(args)))
+        return
+    if args.profile:
+        for args.side in (LOOP, "recipe, mars, mars_fused"):
+            with profile() as profiled:
+                train(args)
+            print(args.side, profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=15), sep="\n")
+        return
+
+    sides = [LOOP, KEPT, *RECIPE]
+    figures: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for _ in range(args.rounds):
+        for side in sides:
+            command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            figures[side].append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"{'':26} {'tokens/s':>9} {'by the loop':>12} {'(lowest-highest)':>18} {'peak GB':>8}")
+    for side, rounds in figures.items():
+        rates, peak = [one["tokens_per_second"] for one in rounds], max(one["peak_gb"] for one in rounds)
+        ratios = [rate / base["tokens_per_second"] for rate, base in zip(rates, figures[LOOP])]
+        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
+        print(f"{side:26} {statistics.median(rates):9.0f} {statistics.median(ratios):12.2f} {spread:>18} {peak:8.2f}")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        args.output.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2))
+
+
+def train(args: argparse.Namespace) -> dict[str, float]:
+    """Trains `args.side` and returns its tokens per second and its process's peak memory."""
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     *model, block_size, batch_size = MODELS[args.model]
     sizes = (*model, args.block_size or block_size, args.batch_size or batch_size)
     tokens = torch.randint(sizes[3], (sizes[4] * 2000,), generator=torch.Generator().manual_seed(0))
-
-    sides: dict[str, Callable[[], list[float]]] = {
-        LOOP: lambda: plain_loop(tokens, sizes, args.steps, args.torch_compile)
-    }
-    for name, optimizer in RECIPE.items():
-        sides[name] = lambda optimizer=optimizer: recipe(tokens, sizes, args.steps, args.torch_compile, optimizer)
-    if args.profile:
-        for name in (LOOP, "recipe, mars, mars_fused"):
-            with profile() as profiled:
-                sides[name]()
-            print(name, profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=15), sep="\n")
-        return
-
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.rounds):
-        for name, train in sides.items():
-            counted = train()[args.warmup :]
-            rates[name].append((len(counted) - 1) * sizes[4] * sizes[5] / (counted[-1] - counted[0]))
-    print(f"{'':26} {'tokens/s':>9} {'by the loop':>12} {'(lowest-highest)':>18}")
-    for name, values in rates.items():
-        ratios = [value / base for value, base in zip(values, rates[LOOP])]
-        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
-        print(f"{name:26} {statistics.median(values):9.0f} {statistics.median(ratios):12.2f} {spread:>18}")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        args.output.write_text(json.dumps({"settings": settings, "tokens_per_second": rates}, indent=2))
+    if args.side in RECIPE:
+        times = recipe(tokens, sizes, args.steps, args.torch_compile, RECIPE[args.side])
+    else:
+        if args.side == KEPT:
+            keep_freed_memory()
+        times = plain_loop(tokens, sizes, args.steps, args.torch_compile)
+    counted = times[args.warmup :]
+    rate = (len(counted) - 1) * sizes[4] * sizes[5] / (counted[-1] - counted[0])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+    return {"tokens_per_second": rate, "peak_gb": peak}
 
 
 if __name__ == "__main__":

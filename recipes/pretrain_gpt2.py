@@ -28,12 +28,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from mars_hf import LMEvalCallback, MARSTrainer, MARSTrainingArguments
 from mars_hf.data import causal_collator, count_bytes
 from mars_hf.evaluation import format_table
-from mars_hf.models import build_model, configure
+from mars_hf.models import build_model, configure, make_lean
 from mars_hf.plots import plot_loss
 from mars_hf.training.callbacks import TrainingCost
 from mars_hf.training.card import CardDetails
 from mars_hf.training.checkpoints import checkpoint_to_resume, last_checkpoint
 from mars_hf.training.config import parse_config
+from mars_hf.training.cpu import keep_freed_memory
 from mars_hf.training.dry_run import PlanArguments, apply_global_batch, describe_run
 from mars_hf.training.engines import engine_name
 
@@ -136,6 +137,7 @@ def main(options: Sequence[str] | None = None) -> None:
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(model_args.cpu_threads or max(1, len(os.sched_getaffinity(0)) // local_processes))
         args.dataloader_pin_memory = False
+        keep_freed_memory()
     resume = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, args.max_steps)
     set_seed(args.seed)
 
@@ -144,9 +146,11 @@ def main(options: Sequence[str] | None = None) -> None:
     tokenizer = data.tokenizer
 
     config = configuration(data.vocabulary, data_args.block_size, model_args)
+    model = build_model(config, bias=model_args.bias)
+    make_lean(model, compiled=args.torch_compile)
     cost = TrainingCost()
     trainer = MARSTrainer(
-        model=build_model(config, bias=model_args.bias),
+        model=model,
         args=args,
         train_dataset=data.train,
         eval_dataset=data.validation,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mars_hf.models.architectures import build_model, configure, fit_to_data, load_config
     from mars_hf.models.gpt2 import build_gpt2, gpt2_config
+    from mars_hf.models.lean import make_lean
 
 _HOME = {
     "build_gpt2": "mars_hf.models.gpt2",
@@ -17,9 +18,10 @@ _HOME = {
     "fit_to_data": "mars_hf.models.architectures",
     "gpt2_config": "mars_hf.models.gpt2",
     "load_config": "mars_hf.models.architectures",
+    "make_lean": "mars_hf.models.lean",
 }
 
-__all__ = ["build_gpt2", "build_model", "configure", "fit_to_data", "gpt2_config", "load_config"]
+__all__ = ["build_gpt2", "build_model", "configure", "fit_to_data", "gpt2_config", "load_config", "make_lean"]
 
 
 def __getattr__(name: str) -> Any:
