@@ -1,8 +1,8 @@
 """Tokens per second of the recipe's training, against a plain training loop beside it.
 
-    python recipes/bench_training.py
-    python recipes/bench_training.py --model small --block_size 64 --batch_size 4 --steps 6 --rounds 3
-    python recipes/bench_training.py --torch_compile --steps 40 --rounds 3
+    python recipes/bench_training.py --rounds 4
+    python recipes/bench_training.py --model small --block_size 64 --batch_size 4 --steps 8 --rounds 3
+    python recipes/bench_training.py --torch_compile --steps 30 --warmup 4 --rounds 3
     python recipes/bench_training.py --profile
 
 The loop is what a research script has: its own GPT-2 without a bias, batches cut from one array of tokens, torch's
