@@ -125,6 +125,11 @@ def main(options: Sequence[str] | None = None) -> None:
     data_args, model_args, eval_args, plan, args = parse_config(
         ARGUMENTS, options, default_config=QUICKSTART, gives_way={"model_size": ("n_layer", "n_head", "n_embd")}
     )
+    if args.label_smoothing_factor:
+        # The Trainer also smooths the evaluation loss, and does not shift the labels of a compiled or FSDP2 model.
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor}: perplexity needs the plain loss, use 0"
+        )
     apply_global_batch(args, plan)
     if plan.dry_run:
         with torch.device("meta"):

@@ -19,6 +19,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 BLOCKS = "sdpa_of_blocks"
+# Architectures (model_type) whose code asks neither which attention it has nor for a mask that it changes afterwards.
+# Doge adds a pattern to the causal mask, DeepSeek-V3.2 and MiniMax-M3 select keys only under the name "sdpa".
+CAUSAL_ALONE = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3")
 IGNORED = -100
 # Elements of the log-probabilities that stay in a core's cache from one operation to the next.
 CPU_CHUNK = 2**18
@@ -32,21 +35,22 @@ def make_lean(model: PreTrainedModel, *, compiled: bool) -> None:
     - Eager, the loss keeps one array of tokens x vocabulary, and its gradient is written over it (`CrossEntropy`):
       torch's own takes two more and twice the time. Compiled, both are fused anyway.
     - Compiled, a model of `transformers` cannot find out that no text ends within a block, and masks the attention
-      explicitly: slower, and the flash kernel of CUDA takes no mask. Here a block needs none but the causal one.
+      explicitly: slower, and the flash kernel of CUDA takes no mask. Here a block needs none but the causal one. For
+      the architectures in `CAUSAL_ALONE`; others mask as ever.
     - Compiled, the logits are a result of their own beside the loss, whose gradient of zeros, tokens x vocabulary, is
       written, read and added in every backward pass. Here they come without a gradient in training.
 
     Args:
-        model: Changed in place; one with its weights, since it is looked up which biases are zero. Not for training
-            with a loss computed from `logits` when compiled, nor for several texts in a block told apart by their
-            `position_ids` then.
+        model: Changed in place, after its weights are loaded: biases that become other than zero later are ignored.
+            Not for training with a loss computed from `logits` when compiled, nor for several texts in a block told
+            apart by their `position_ids` then.
         compiled: Whether it will run under `torch.compile`.
     """
     for module in model.modules():
         if isinstance(module, Conv1D) and not module.bias.requires_grad and not module.bias.any():
             module.__class__ = ZeroBiasConv1D
     if compiled:
-        if model.config._attn_implementation == "sdpa":
+        if model.config.model_type in CAUSAL_ALONE and model.config._attn_implementation == "sdpa":
             AttentionInterface.register(BLOCKS, sdpa_attention_forward)
             AttentionMaskInterface.register(BLOCKS, mask_of_blocks)
             model.set_attn_implementation(BLOCKS)
@@ -80,7 +84,7 @@ def detach_logits(model: PreTrainedModel) -> None:
     @wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         outputs = type(self).forward(self, *args, **kwargs)
-        if self.training and getattr(outputs, "loss", None) is not None:
+        if self.training and getattr(outputs, "loss", None) is not None and outputs.logits is not None:
             outputs.logits = outputs.logits.detach()
         return outputs
 
@@ -101,25 +105,30 @@ def causal_loss(
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
     loss = CrossEntropy.apply(logits.view(-1, vocab_size), targets, ignore_index)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 class CrossEntropy(torch.autograd.Function):
     """-sum over tokens of log softmax(logits)[target], in float32; its gradient is softmax(logits) - [target].
 
-    The backward pass overwrites the log-probabilities with the gradient; autograd refuses a second one.
+    The backward pass overwrites the log-probabilities with the gradient, so there is no second one.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         log_probs = log_softmax(logits, -1, dtype=torch.float32)
         ctx.save_for_backward(log_probs, targets)
-        ctx.ignore_index, ctx.dtype = ignore_index, logits.dtype
+        ctx.ignore_index, ctx.dtype, ctx.spent = ignore_index, logits.dtype, False
         return nll_loss(log_probs, targets, ignore_index=ignore_index, reduction="sum")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.spent:
+            raise RuntimeError("a second backward() through one loss of a lean model: compute the loss anew")
+        ctx.spent = True
         log_probs, targets = ctx.saved_tensors
         counted = targets != ctx.ignore_index
         columns = targets.where(counted, 0)[:, None]

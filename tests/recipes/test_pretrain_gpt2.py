@@ -135,6 +135,7 @@ def test_a_second_run_does_not_overwrite_the_first(run, launch):
         (["--dataset_path", "nowhere/*.txt"], "nowhere"),
         (["--model_size", "smal"], "size='smal' is unknown"),
         (["--n_head", "5"], "n_head=5"),
+        (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
     ],
 )
 def test_errors_are_one_line(options, message, root, tmp_path):
