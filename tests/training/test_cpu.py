@@ -30,6 +30,5 @@ def test_a_step_finds_the_memory_of_the_step_before():
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    pages = 2 * 29 * 2**20 * 4 // 4096  # of two steps
-    assert faults("leave") > pages / 4, "the kernel clears the pages anew: the reason for all this"
-    assert faults("keep") < pages / 100
+    # Pages may be of 4 KiB or huge, so the one is compared with the other.
+    assert faults("keep") * 10 < faults("leave")
