@@ -1,7 +1,7 @@
 """What a model of `transformers` does in training that training on whole blocks does not need, left out.
 
 The function that the model computes stays the same, and so does its checkpoint. For whoever trains with the model's own
-loss on blocks without padding, each a text of its own: the recipe does.
+loss on blocks without padding, each attended to as one text: the recipe does.
 """
 
 from functools import wraps
@@ -22,7 +22,6 @@ BLOCKS = "sdpa_of_blocks"
 # Architectures (model_type) whose code asks neither which attention it has nor for a mask that it changes afterwards.
 # Doge adds a pattern to the causal mask, DeepSeek-V3.2 and MiniMax-M3 select keys only under the name "sdpa".
 CAUSAL_ALONE = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3")
-IGNORED = -100
 # Elements of the log-probabilities that stay in a core's cache from one operation to the next.
 CPU_CHUNK = 2**18
 
@@ -71,9 +70,8 @@ def mask_of_blocks(*, q_length: int, kv_length: int, use_vmap: bool = False, **o
 
     A cache, padding, a window and a pattern of the model's own (`use_vmap`) are masked as ever.
     """
-    plain = q_length == kv_length and not use_vmap
-    plain = plain and others.get("attention_mask") is None and others.get("local_size") is None
-    if plain and torch.compiler.is_compiling():
+    more_than_causal = use_vmap or any(others.get(name) is not None for name in ("attention_mask", "local_size"))
+    if torch.compiler.is_compiling() and q_length == kv_length and not more_than_causal:
         return None
     return sdpa_mask(q_length=q_length, kv_length=kv_length, use_vmap=use_vmap, **others)
 
@@ -96,7 +94,7 @@ def causal_loss(
     labels: Tensor,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:

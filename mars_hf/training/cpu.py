@@ -18,9 +18,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether this is Linux with glibc; elsewhere nothing happens.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
     # No arrays outside the heap, and no trimming of it.
