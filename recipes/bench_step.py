@@ -9,7 +9,7 @@
 Machines drift, so only the ratios of one run mean something: in every round each optimizer does one step, a ratio is
 taken within the round, and the median over the rounds is printed. Gradients are random with the global norm of
 --grad_norm; on CPU, MARS is faster where its clip of c cannot bite, so 1.0, the usual global clip, is the slow end.
-The clip is torch's, and for MARS its own `clip_grad_norm_`, which with fused=True leaves the scaling to the step.
+The clip is torch's.
 `peers` are pytorch_optimizer, timm and heavyball, where installed, and the authors' code, where --authors says.
 """
 
@@ -185,10 +185,7 @@ def timed(optimizer: Any, params: Params, max_grad_norm: float, device: str) -> 
     synchronize()
     start = time.perf_counter()
     if max_grad_norm:
-        if isinstance(optimizer, MARS):
-            optimizer.clip_grad_norm_(max_grad_norm)
-        else:
-            nn.utils.clip_grad_norm_(params, max_grad_norm)
+        nn.utils.clip_grad_norm_(params, max_grad_norm)
     optimizer.step()
     synchronize()
     return time.perf_counter() - start

@@ -1,6 +1,6 @@
 """One update of the tensors of a param group: which passes run, over what pieces, in what order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import repeat
 from typing import NamedTuple
 
@@ -73,24 +73,21 @@ class NormBounds:
         # h -> (version of h when it was stored, ||h||): a later write to h by anyone else makes the norm unknown.
         self._known: dict[Tensor, tuple[int, float]] = {}
 
-    def watched(
-        self, grads: Tensors, last_grads: Tensors, hyper: Hyper, g_norms: Sequence[float] | None = None
-    ) -> dict[Tensor, float]:
+    def watched(self, grads: Tensors, last_grads: Tensors, hyper: Hyper) -> dict[Tensor, float]:
         """The tensors whose ||c|| cannot exceed clip_c, by their h, with ||g||.
 
         Args:
             grads: g of each tensor.
             last_grads: their h.
             hyper: the param group.
-            g_norms: ||g||, where it is known already; nan where it is not.
         """
         of_h = alpha(hyper)
         limit = 0.999 * hyper["clip_c"]  # covers the rounding of the norms
         norms = {}
-        for i, (g, h) in enumerate(zip(grads, last_grads)):
+        for g, h in zip(grads, last_grads):
             version, h_norm = self._known.pop(h, (-1, 0.0))
             if version == h._version:
-                g_norm = norm(g) if g_norms is None else g_norms[i]
+                g_norm = norm(g)
                 if (1 + of_h) * g_norm + of_h * h_norm <= limit:
                     norms[h] = g_norm
         return norms
@@ -104,19 +101,15 @@ class NormBounds:
             c_norms: their ||c||, before the clip.
             hyper: the param group.
         """
-        if c_norms.device.type != "cpu" or not becomes_g(grads, last_grads, hyper):
+        becomes_g = hyper["is_approx"] and last_grads[0].dtype == grads[0].dtype  # in another dtype it is rounded
+        if c_norms.device.type != "cpu" or not becomes_g:
             return {}
         small = zip(grads, last_grads, c_norms.tolist())
         return {h: norm(g) for g, h, c_norm in small if c_norm <= 0.5 * hyper["clip_c"]}
 
     def remember(self, norms: dict[Tensor, float]) -> None:
-        """Notes that each h now holds its g, whose norm is given; nan: unknown."""
-        self._known.update({h: (h._version, h_norm) for h, h_norm in norms.items() if h_norm == h_norm})
-
-
-def becomes_g(grads: Tensors, last_grads: Tensors, hyper: Hyper) -> bool:
-    """Whether h will be g after the step; in another dtype it is rounded."""
-    return hyper["is_approx"] and last_grads[0].dtype == grads[0].dtype
+        """Notes that each h now holds its g, whose norm is given."""
+        self._known.update({h: (h._version, h_norm) for h, h_norm in norms.items()})
 
 
 class Update:
@@ -133,8 +126,6 @@ class Update:
         sharding: answers for the parts.
         bounds: what is known of the norms from the last step; brought up to date.
         fuse: runs the element-wise part of a MARS rule as one compiled pass; the group went through `check_fused`.
-        grad_scale: what that pass multiplies the gradients by; the tensors must be whole if it is not 1.
-        g_norms: ||g|| of each tensor after that, where it is known already; nan where it is not.
     """
 
     def __init__(
@@ -146,26 +137,21 @@ class Update:
         sharding: Sharding,
         bounds: NormBounds,
         fuse: bool = False,
-        grad_scale: float = 1.0,
-        g_norms: list[float] | None = None,
     ) -> None:
         self.all = Part(params, grads, state)
         self.hyper, self.sharding, self._bounds = hyper, sharding, bounds
         self._fuse = fuse and hyper["rule"] in MARS_RULES
-        self._grad_scale = grad_scale
         clips = "last_grad" in state and hyper["clip_c"] is not None
         # The compiled pass measures whole tensors by itself, faster than their ||g||. Sharded ones are always measured:
         # a bound on their norms would need a collective as the norms do.
         self._clips_within = self._fuse and sharding.whole
-        self._bounded = clips and sharding.whole and (not self._fuse or g_norms is not None)
+        self._bounded = clips and sharding.whole and not self._fuse
         self._g_norms: dict[Tensor, float] = {}  # by the h that will be g, to be remembered
         may_clip = [clips] * len(params)
         if self._bounded:
             last_grads = state["last_grad"]
-            watched = bounds.watched(grads, last_grads, hyper, g_norms)
-            may_clip = [h not in watched for h in last_grads]
-            told = g_norms if becomes_g(grads, last_grads, hyper) else None
-            self._g_norms = watched if told is None else dict(zip(last_grads, told))
+            self._g_norms = bounds.watched(grads, last_grads, hyper)
+            may_clip = [h not in self._g_norms for h in last_grads]
         self._clipped, self._others = (self.all.where(may_clip, value) for value in (True, False))
 
     def squares(self) -> Tensor | None:
@@ -207,7 +193,7 @@ class Update:
         hyper = self.hyper
         if self._fuse:
             clips = self._clips_within and part is self._clipped
-            fused_update_(*part, hyper, factors=factors, clips=clips, grad_scale=self._grad_scale)
+            fused_update_(*part, hyper, factors=factors, clips=clips)
             return
         # Where there are factors, h became c already if its dtype allows.
         for chunk in chunks(part) if factors is None else self._pieces:

@@ -2,7 +2,6 @@
 //
 // In the notation of rules.py:
 //
-//     g = grad_scale gradient
 //     c = (g + alpha (g - h)) * factor;   m = beta1 m + (1 - beta1) c;   h = g, if it is to be renewed
 //
 //     adamw     v = beta2 v + (1 - beta2) c^2
@@ -27,7 +26,6 @@ enum Rule { adamw, lion, momentum };
 
 struct Hyper {
   double lr, weight_decay, beta1, beta2, eps, alpha, gamma;
-  double grad_scale;  // of the clip of all gradients together
   double clip_c;  // infinite: the factors of the clip are given
   int64_t renew;  // whether h becomes g
 };
@@ -118,12 +116,12 @@ void update_block(const Tensors& x, const Block& block, const Hyper& hyper) {
   constexpr bool keeps_h = !std::is_same<H, nothing>::value;
   const int64_t i = block.tensor;
   T* __restrict p = static_cast<T*>(x.params[i]);
-  const T* __restrict gradient = static_cast<const T*>(x.grads[i]);
+  const T* __restrict g = static_cast<const T*>(x.grads[i]);
   T* __restrict m = static_cast<T*>(x.exp_avgs[i]);
   T* __restrict v = rule == adamw ? static_cast<T*>(x.exp_avg_sqs[i]) : nullptr;
   H* __restrict h = keeps_h ? static_cast<H*>(x.last_grads[i]) : nullptr;
 
-  const T scale = hyper.grad_scale, alpha = hyper.alpha, gamma = hyper.gamma, factor = keeps_h ? x.factors[i] : 1;
+  const T alpha = hyper.alpha, gamma = hyper.gamma, factor = keeps_h ? x.factors[i] : 1;
   const T beta1 = hyper.beta1, weight = 1 - hyper.beta1, weight_of_g = (1 - hyper.beta1) * (1 - hyper.gamma);
   const T beta2 = hyper.beta2, weight_of_square = 1 - hyper.beta2, eps = hyper.eps;
   const T lr = hyper.lr, decay = 1 - hyper.lr * hyper.weight_decay;
@@ -133,49 +131,45 @@ void update_block(const Tensors& x, const Block& block, const Hyper& hyper) {
 
   for (int64_t begin = block.begin; begin < block.end; begin += STRIP / sizeof(T)) {
     const int64_t end = std::min<int64_t>(begin + STRIP / sizeof(T), block.end);
-    prefetch<false>(gradient + begin);
+    prefetch<false>(g + begin);
     prefetch<true>(m + begin);
     if constexpr (rule != momentum) prefetch<true>(p + begin);
     if constexpr (rule == adamw) prefetch<true>(v + begin);
     if constexpr (keeps_h) prefetch<true>(h + begin);
 #pragma omp simd
     for (int64_t j = begin; j < end; j++) {
-      const T g = scale * gradient[j];
-      T c = g;
-      if constexpr (keeps_h) c = (g + alpha * (g - value(h[j]))) * factor;
+      T c = g[j];
+      if constexpr (keeps_h) c = (g[j] + alpha * (g[j] - value(h[j]))) * factor;
       m[j] = keeps_h ? average(m[j], c, weight) : beta1 * m[j] + weight_of_g * c;
       if constexpr (rule == adamw) {
         v[j] = beta2 * v[j] + weight_of_square * c * c;
         p[j] = decay * p[j] - step_size * m[j] / (std::sqrt(v[j]) / correction2 + eps);
       }
       if constexpr (rule == lion) {
-        const T u = keeps_h ? m[j] : m[j] + gamma * g;
+        const T u = keeps_h ? m[j] : m[j] + gamma * g[j];
         p[j] = decay * p[j] - lr * T((u > 0) - (u < 0));
       }
       if constexpr (keeps_h) {
-        if (renew) store(h[j], g);
+        if (renew) store(h[j], g[j]);
       }
     }
   }
 }
 
-// ||c||^2 over a block, before the clip; without h that is ||g||^2.
+// ||c||^2 over a block, before the clip.
 template <typename T, typename H>
-double squared_norm_of_block(const Tensors& x, const Block& block, double grad_scale, double alpha_) {
-  constexpr bool keeps_h = !std::is_same<H, nothing>::value;
-  const T* __restrict gradient = static_cast<const T*>(x.grads[block.tensor]);
-  const H* __restrict h = keeps_h ? static_cast<const H*>(x.last_grads[block.tensor]) : nullptr;
-  const T scale = grad_scale, alpha = alpha_;
+double squared_norm_of_block(const Tensors& x, const Block& block, double alpha_) {
+  const T* __restrict g = static_cast<const T*>(x.grads[block.tensor]);
+  const H* __restrict h = static_cast<const H*>(x.last_grads[block.tensor]);
+  const T alpha = alpha_;
   double sum = 0;
   for (int64_t begin = block.begin; begin < block.end; begin += STRIP / sizeof(T)) {
     const int64_t end = std::min<int64_t>(begin + STRIP / sizeof(T), block.end);
-    prefetch<false>(gradient + begin);
-    if constexpr (keeps_h) prefetch<false>(h + begin);
+    prefetch<false>(g + begin);
+    prefetch<false>(h + begin);
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = begin; j < end; j++) {
-      const T g = scale * gradient[j];
-      double c = g;
-      if constexpr (keeps_h) c = g + alpha * (g - value(h[j]));
+      const double c = g[j] + alpha * (g[j] - value(h[j]));
       sum += c * c;
     }
   }
@@ -184,12 +178,11 @@ double squared_norm_of_block(const Tensors& x, const Block& block, double grad_s
 
 // ||c||^2 of tensors `first` to `last`, added to `squares`.
 template <typename T, typename H>
-void squared_norms(const Tensors& x, int64_t first, int64_t last, double grad_scale, double alpha, double* squares,
-                   int threads) {
+void squared_norms(const Tensors& x, int64_t first, int64_t last, double alpha, double* squares, int threads) {
   const std::vector<Block> blocks = blocks_of(x, first, last);
   std::vector<double> sums(blocks.size());
 #pragma omp parallel for schedule(static) num_threads(threads) if (blocks.size() > 1)
-  for (size_t b = 0; b < blocks.size(); b++) sums[b] = squared_norm_of_block<T, H>(x, blocks[b], grad_scale, alpha);
+  for (size_t b = 0; b < blocks.size(); b++) sums[b] = squared_norm_of_block<T, H>(x, blocks[b], alpha);
   for (size_t b = 0; b < blocks.size(); b++) squares[blocks[b].tensor] += sums[b];
 }
 
@@ -208,7 +201,7 @@ void update(const Tensors& x, const Hyper& hyper, int threads) {
         for (int64_t size = 0; last < x.count && (last == first || size + x.sizes[last] <= GROUP); last++)
           size += x.sizes[last];
         std::fill(x.factors + first, x.factors + last, 0);
-        squared_norms<T, H>(x, first, last, hyper.grad_scale, hyper.alpha, x.factors, threads);
+        squared_norms<T, H>(x, first, last, hyper.alpha, x.factors, threads);
         for (int64_t i = first; i < last; i++) {
           const double factor = hyper.clip_c / std::sqrt(x.factors[i]);
           x.factors[i] = factor > 1 ? 1 : factor;  // nan stays nan
@@ -232,7 +225,7 @@ void update(const Tensors& x, const Hyper& hyper, int threads) {
 
 #define EXPORT_NORMS(T, H)                                                                                \
   extern "C" void squared_norms_##T##_##H(const Tensors* x, double alpha, double* squares, int threads) { \
-    squared_norms<T, H>(*x, 0, x->count, 1, alpha, squares, threads);                                     \
+    squared_norms<T, H>(*x, 0, x->count, alpha, squares, threads);                                     \
   }
 
 #define EXPORT_WITH_H(T, H)    \
@@ -245,8 +238,7 @@ void update(const Tensors& x, const Hyper& hyper, int threads) {
   EXPORT_WITH_H(T, T)             \
   EXPORT_WITH_H(T, bfloat16)      \
   EXPORT_UPDATE(lion, T, nothing) \
-  EXPORT_UPDATE(momentum, T, nothing) \
-  EXPORT_NORMS(T, nothing)
+  EXPORT_UPDATE(momentum, T, nothing)
 
 EXPORT(float)
 EXPORT(double)

@@ -34,7 +34,7 @@ _PARAMETER_DTYPES = (torch.float32, torch.float64)
 class _Hyper(ctypes.Structure):
     """`Hyper` of fused.cpp."""
 
-    _names = ("lr", "weight_decay", "beta1", "beta2", "eps", "alpha", "gamma", "grad_scale", "clip_c")
+    _names = ("lr", "weight_decay", "beta1", "beta2", "eps", "alpha", "gamma", "clip_c")
     _fields_ = (*((name, ctypes.c_double) for name in _names), ("renew", ctypes.c_int64))
 
 
@@ -107,25 +107,16 @@ def passes() -> ctypes.CDLL:
 
 def squared_norms_of_c(grads: Tensors, last_grads: Tensors, hyper: Hyper) -> Tensor:
     """||c||_2^2 of each tensor before the clip, shape (tensors,), float64, summed in float64; writes nothing."""
-    return _squared_norms(grads, last_grads, alpha(hyper))
-
-
-def squared_norms_of_g(grads: Tensors) -> Tensor:
-    """||g||_2^2 of each tensor; as `squared_norms_of_c`."""
-    return _squared_norms(grads, None, 0.0)
-
-
-def _squared_norms(grads: Tensors, last_grads: Tensors | None, alpha: float) -> Tensor:
-    dtype, h_dtype = grads[0].dtype, last_grads[0].dtype if last_grads else None
+    dtype, h_dtype = grads[0].dtype, last_grads[0].dtype
     squares = (ctypes.c_double * len(grads))()
     tensors = _Tensors(
         count=len(grads),
         sizes=_array(ctypes.c_int64, [g.numel() for g in grads]),
         grads=_addresses("gradient", grads, grads, dtype),
-        last_grads=_addresses("last_grad", last_grads or [], grads, h_dtype),
+        last_grads=_addresses("last_grad", last_grads, grads, h_dtype),
     )
     run = getattr(passes(), f"squared_norms_{_NAMES[dtype]}_{_NAMES[h_dtype]}")
-    run(ctypes.byref(tensors), ctypes.c_double(alpha), squares, torch.get_num_threads())
+    run(ctypes.byref(tensors), ctypes.c_double(alpha(hyper)), squares, torch.get_num_threads())
     return torch.tensor(list(squares), dtype=torch.float64)
 
 
@@ -137,7 +128,6 @@ def update_(
     *,
     factors: Factors | None = None,
     clips: bool = False,
-    grad_scale: float = 1.0,
 ) -> None:
     """All that a MARS rule does element by element, h <- g in approx mode included.
 
@@ -148,7 +138,6 @@ def update_(
         hyper: the param group.
         factors: of the clip of c, a number for each tensor; None: 1.
         clips: measures ||c|| of each tensor, which must be whole, and clips it by `clip_c`.
-        grad_scale: what the gradients are to be multiplied by when they are read.
 
     All tensors that belong together have the elements of their memory in the same order.
     """
@@ -168,7 +157,7 @@ def update_(
     beta1, beta2 = hyper["betas"]
     numbers = {name: hyper[name] for name in ("lr", "weight_decay", "eps", "gamma")}
     numbers["clip_c"] = hyper["clip_c"] if clips else float("inf")
-    numbers |= {"beta1": beta1, "beta2": beta2, "alpha": alpha(hyper), "grad_scale": grad_scale}
+    numbers |= {"beta1": beta1, "beta2": beta2, "alpha": alpha(hyper)}
     hypers = _Hyper(**numbers, renew=hyper["is_approx"])
     run = getattr(passes(), f"{_PASSES[hyper['rule']]}_{_NAMES[dtype]}_{_NAMES[h_dtype]}")
     run(ctypes.byref(tensors), ctypes.byref(hypers), torch.get_num_threads())

@@ -94,8 +94,7 @@ class MARS(Step):
         fused: True updates parameters on the CPU by the MARS rules in one compiled pass, which a C++ compiler with
             OpenMP (g++) builds when the optimizer is constructed: the same update, faster. It serves float32 and
             float64, amsgrad=False, and h in the dtype of the parameter or bfloat16. It holds for all groups; adamw runs
-            torch's fused kernel with and without it, muon and moonlight do not change. Faster still with
-            `clip_grad_norm_` in place of torch's. Not part of the state_dict.
+            torch's fused kernel with and without it, muon and moonlight do not change. Not part of the state_dict.
 
     Raises:
         ValueError: a value out of range, a combination that no rule serves, a sparse or complex gradient, a parameter
