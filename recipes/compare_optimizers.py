@@ -32,8 +32,8 @@ import pretrain_gpt2
 import yaml
 from comparison import Run, best_runs, write_report
 
+from mars_hf.optim.hyper import one_of
 from mars_hf.optim.rules import RULES
-from mars_hf.optim.validation import one_of
 from mars_hf.training.config import read_settings
 
 GRIDS = Path(__file__).parent / "configs" / "compare"

@@ -22,6 +22,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.data.tokenizer import load_tokenizer
 from mars_hf.models.nanogpt import is_transposed, model_from_nanogpt, nanogpt_weights, read_nanogpt
+from mars_hf.optim.hyper import Hyper
 from mars_hf.optim.rules import state_names
 from mars_hf.training.authors import converted, decays_embeddings, parameter_names, settings_of, why_not_convertible
 from mars_hf.training.config import parse_config
@@ -142,7 +143,7 @@ def resumable(
     name_of = {id(p): name for name, p in model.named_parameters()}
     k = settings["gradient_accumulation_steps"]
     for group in optimizer.param_groups:
-        wanted = state_names(group)
+        wanted = state_names(Hyper.of(group))
         for p in group["params"]:
             name = name_of[id(p)]
             state = saved["state"][by_name[name]]

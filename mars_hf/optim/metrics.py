@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.optim.apply import Update
-from mars_hf.optim.rules import alpha
+from mars_hf.optim.rules import gradients
 from mars_hf.optim.sharding import sum_over_ranks
+from mars_hf.optim.update import Update
 
 # Steps over which the variances are averaged.
 WINDOW = 20
@@ -35,16 +35,16 @@ class VarianceReduction:
         Args:
             updates: of which none has begun; only read.
         """
-        updates = [u for u in updates if "last_grad" in u.all.state]
+        updates = [u for u in updates if u.x.last_grad]
         sums = sum_over_ranks([u.sharding for u in updates], [_products(u).flatten() for u in updates])
         for update, products in zip(updates, sums):
             assert products is not None  # each one was given
-            matrices = [len(shape) >= 2 for shape in update.sharding.shapes(update.all.params)]
+            matrices = [len(shape) >= 2 for shape in update.sharding.shapes(update.x.params)]
             rows = products.view(len(matrices), 6)[matrices]
-            clip_c = update.hyper["clip_c"]
-            constants = [alpha(update.hyper), float("inf") if clip_c is None else clip_c]
+            clip_c = update.hyper.clip_c
+            constants = [update.hyper.alpha, float("inf") if clip_c is None else clip_c]
             self._rows.append(torch.cat([rows, rows.new_tensor([constants]).expand(len(rows), 2)], dim=1).cpu())
-            self._exact = not update.hyper["is_approx"]
+            self._exact = not update.hyper.is_approx
 
     def read(self) -> dict[str, float]:
         """The means over the matrices measured since the last call; empty if there were none with h and g not 0.
@@ -80,9 +80,8 @@ class VarianceReduction:
 def _products(update: Update) -> Tensor:
     """The first six columns of `VarianceReduction._rows` for this rank's part of each tensor, float64."""
     rows = []
-    a = alpha(update.hyper)
-    state = update.all.state
-    for g, h, m in zip(update.all.grads, state["last_grad"], state["exp_avg"]):
+    a = update.hyper.alpha
+    for g, h, m in zip(gradients(update.x, update.numbers), update.x.last_grad, update.x.exp_avg):
         g, h, m = (t.flatten().to(torch.promote_types(t.dtype, torch.float32)) for t in (g, h, m))
         d, from_m = g - h, g - m
         c_from_m = from_m.add(d, alpha=a)

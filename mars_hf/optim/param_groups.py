@@ -4,18 +4,52 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from mars_hf.optim.hyper import non_negative, one_of, two_betas
 from mars_hf.optim.roles import embeddings, roles
 from mars_hf.optim.rules import MATRIX_RULES, RULES
-from mars_hf.optim.sharding import whole_shape
-from mars_hf.optim.tensors import tensor_of
-from mars_hf.optim.validation import non_negative, one_of, two_betas
+from mars_hf.optim.sharding import is_dense, whole_shape
 
 # Of the types below the AdamW-ruled parameters share lr and weight decay with the matrices, as in the authors' runs.
 SHARED_LR = frozenset({"mars-m", "moonlight", "adamw"})
-# Of these, embeddings and the output head go to AdamW.
-MATRICES_WITHOUT_EMBEDDINGS = frozenset({"mars-m", "muon", "moonlight"})
+
+
+def tensor_of(p: Any) -> Tensor:
+    """The tensor of a parameter or of a (name, parameter) pair."""
+    return p[1] if isinstance(p, tuple) else p
+
+
+def name_of(p: Tensor, group: dict[str, Any]) -> str:
+    """How to call a parameter of a group in an error."""
+    i = next(i for i, given in enumerate(group["params"]) if tensor_of(given) is p)
+    given = group["params"][i]
+    name = given[0] if isinstance(given, tuple) else group.get("param_names", {i: i})[i]
+    return f"parameter {name!r} (shape {whole_shape(p)})"
+
+
+def check_parameter(p: Tensor, group: dict[str, Any]) -> None:
+    """Raises ValueError for a parameter that the rule of its group cannot update."""
+    if p.is_complex():
+        raise ValueError(f"{name_of(p, group)} is complex: pass torch.view_as_real of it instead")
+    if not is_dense(p):
+        raise ValueError(f"{name_of(p, group)} has gaps in memory (strides {p.stride()}): pass a contiguous tensor")
+    if getattr(p, "_fsdp_flattened", False) and group["rule"] != "adamw":
+        raise ValueError(
+            f"{name_of(p, group)} was flattened by FSDP1, where the rule {group['rule']!r} finds no whole tensor: "
+            "train with DDP, FSDP2 or DeepSpeed ZeRO"
+        )
+    vectors_allowed = group["rule"] == "adamw" or (group["optimize_1d"] and group["rule"] not in MATRIX_RULES)
+    if len(whole_shape(p)) < 2 and not vectors_allowed:
+        raise ValueError(
+            f"{name_of(p, group)} is no matrix, but its rule is {group['rule']!r}: give vectors the rule "
+            "'adamw'; if an engine flattened it (FSDP1), train with DDP, FSDP2 or DeepSpeed ZeRO"
+        )
+    if group["rule"] in MATRIX_RULES and group["stacked"] and len(whole_shape(p)) != 3:
+        raise ValueError(
+            f"{name_of(p, group)} is no stack of matrices, which has three dimensions: give it a group with "
+            "stacked=False"
+        )
 
 
 def vector_rule(mars_type: str, optimize_1d: bool) -> str:
@@ -82,7 +116,7 @@ def split_by_rule(given: dict[str, Any], defaults: dict[str, Any]) -> Iterator[d
     for p in given["params"]:
         (matrices if len(whole_shape(tensor_of(p))) >= 2 else vectors).append(p)
     mars_type = values["mars_type"]
-    if matrices and mars_type in MATRICES_WITHOUT_EMBEDDINGS:
+    if matrices and RULES[mars_type].embeddings_to_adamw:
         warnings.warn(
             f"mars_type={mars_type!r} orthogonalises every matrix it is given, embeddings and output head too: "
             "build the groups with mars_param_groups(model) to leave those to AdamW",
@@ -150,7 +184,7 @@ def mars_param_groups(
             raise ValueError(
                 f"model: embedding {name!r} has sparse=True, which MARS cannot update: build it with sparse=False"
             )
-    to_adamw = ("embedding", "head") if mars_type in MATRICES_WITHOUT_EMBEDDINGS else ()
+    to_adamw = ("embedding", "head") if RULES[mars_type].embeddings_to_adamw else ()
     by_id = roles(model, head)
     vectors = adamw_hyperparameters(
         mars_type,

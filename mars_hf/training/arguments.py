@@ -11,9 +11,9 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from mars_hf.optim.hyper import one_of
 from mars_hf.optim.param_groups import SHARED_LR, adamw_hyperparameters
 from mars_hf.optim.rules import RULES
-from mars_hf.optim.validation import one_of
 from mars_hf.training.tracking import check_trackers, git_revision
 
 # --optim NAME -> mars_type; None: mars_type decides, mars-adamw unless it is given.
@@ -90,7 +90,7 @@ class MARSArguments:
     mars_nesterov: bool = field(default=True, metadata={"help": "Nesterov momentum of muon and moonlight."})
     mars_fused: bool = field(
         default=False,
-        metadata={"help": "One compiled pass per step on the CPU; needs a C++ compiler with OpenMP (g++)."},
+        metadata={"help": "Compile the step (torch.compile) on CPU and CUDA; CPUs need a C++ compiler (g++)."},
     )
     mars_metrics: bool = field(
         default=False,

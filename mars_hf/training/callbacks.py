@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from mars_hf.optim import MARS
+from mars_hf.optim.hyper import Hyper
 from mars_hf.optim.metrics import VarianceReduction
 from mars_hf.optim.rules import state_names
 
@@ -23,7 +24,7 @@ class VarianceMetrics(TrainerCallback):
     """
 
     def __init__(self, optimizer: MARS) -> None:
-        if not any("last_grad" in state_names(group) for group in optimizer.param_groups):
+        if not any("last_grad" in state_names(Hyper.of(group)) for group in optimizer.param_groups):
             rules = sorted({group["rule"] for group in optimizer.param_groups})
             raise ValueError(f"mars_metrics=True has nothing to measure, {rules} keep no reference gradient: drop it")
         self.optimizer = optimizer

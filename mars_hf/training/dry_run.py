@@ -88,8 +88,7 @@ def describe_run(model: nn.Module, args: MARSTrainingArguments, plan: PlanArgume
     # The Trainer's own grouping reads nothing of a Trainer.
     decay_names = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
     cls, arguments = mars_optimizer(args, model, decay_names, own_trainer=True)
-    # The compiled pass needs real parameters, and changes none of what is shown.
-    optimizer = cls(**{**arguments, "fused": None})
+    optimizer = cls(**arguments)
     processes = _processes(args, plan)
     sections = [
         _model(model),

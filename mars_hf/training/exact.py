@@ -36,7 +36,7 @@ class ReferenceGradient(TrainerCallback):
     def __init__(self, trainer: Any, optimizer: MARS) -> None:
         self._trainer, self.optimizer = trainer, optimizer
         # A step that a GradScaler skips does not get here, and keeps the older parameters.
-        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: optimizer.keep_params())
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: keep_params(optimizer))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Differentiates the micro-batches of the coming step at the previous parameters.
@@ -44,14 +44,14 @@ class ReferenceGradient(TrainerCallback):
         The Trainer calls this once a step, with the batches fetched and the random state restored, and before it stops
         the gradients from being reduced for all micro-batches but the last.
         """
-        if not self.optimizer.swap_params():
+        if not swap_params(self.optimizer):
             return
         model = self._trainer.model_wrapped
         try:
             with _unchanged(model, args.device):
                 self._gradient(model)
         finally:
-            self.optimizer.swap_params()
+            swap_params(self.optimizer)
         self.optimizer.set_last_grad()
         model.zero_grad()
 
@@ -77,6 +77,36 @@ class ReferenceGradient(TrainerCallback):
         torch._foreach_div_(grads, accelerator.scaler.get_scale())
         if max_norm > 0:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@torch.no_grad()
+def keep_params(optimizer: MARS) -> None:
+    """Keeps a copy of every parameter that is trained, as the previous parameters of the step after the coming one.
+
+    The copies are part of the optimizer's state (`previous_param`), in every param group: the gradient at the previous
+    parameters needs all of them.
+    """
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if "previous_param" in optimizer.state.get(p, ()):
+            optimizer.state[p]["previous_param"].copy_(p)
+        elif p.grad is not None:
+            optimizer.state[p]["previous_param"] = p.clone()
+
+
+@torch.no_grad()
+def swap_params(optimizer: MARS) -> bool:
+    """Exchanges the parameters and their kept copies; call it again to change back.
+
+    Returns:
+        Whether there are copies: there are none before the first step.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [(p, optimizer.state[p]["previous_param"]) for p in params if "previous_param" in optimizer.state.get(p, ())]
+    for p, previous in kept:
+        current = p.clone()
+        p.copy_(previous)
+        previous.copy_(current)
+    return bool(kept)
 
 
 @contextmanager

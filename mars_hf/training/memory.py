@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mars_hf.optim.hyper import Hyper, one_of
 from mars_hf.optim.rules import state_names
-from mars_hf.optim.validation import one_of
 
 # Launch files of accelerate_configs; ddp stands for ddp_cpu and multi_node too.
 ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload")
@@ -92,10 +92,10 @@ def _states(groups: list[dict[str, Any]], engine: str, parts: int) -> dict[str, 
     exact = any(not group["is_approx"] for group in groups)
     states = Counter[str]()
     for group in groups:
-        names = [name for name in state_names(group) if name != "step"] + ["previous_param"] * exact
+        names = [name for name in state_names(Hyper.of(group)) if name != "step"] + ["previous_param"] * exact
         for p in group["params"]:
             dtype = torch.float32 if engine.startswith("zero") else p.dtype
             dtypes = {"last_grad": group["last_grad_dtype"] or dtype}
             itemsize = sum(dtypes.get(name, dtype).itemsize for name in names)
-            states[group["rule"]] += _share(p, engine, parts) * itemsize + 4 * ("step" in state_names(group))
+            states[group["rule"]] += _share(p, engine, parts) * itemsize + 4 * ("step" in state_names(Hyper.of(group)))
     return dict(states)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from mars_hf.optim import MARS, mars_param_groups
-from mars_hf.optim.validation import one_of
+from mars_hf.optim.hyper import one_of
 from mars_hf.training.arguments import OPTIM_NAMES, mars_arguments, optim_name
 from mars_hf.training.callbacks import VarianceMetrics
 from mars_hf.training.card import CardDetails, complete_card
@@ -114,8 +114,27 @@ class MARSTrainerMixin:
             trainer.optimizer = cls(**arguments)
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if isinstance(optimizer, MARS):
+            # Gradients come unscaled here, and Accelerate takes any call of step() for a step that was made.
+            optimizer._step_supports_amp_scaling = False
             self._add_callbacks(optimizer)
         return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clips the gradients; see `Trainer._clip_grad_norm`.
+
+        With `mars_fused` they are not rewritten: the optimizer divides them in its own pass, and `p.grad` stays as it
+        was before the clip. DeepSpeed clips by itself.
+        """
+        trainer: Any = self
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        takes_scale = isinstance(optimizer, MARS) and optimizer.defaults["fused"]
+        if not takes_scale or trainer.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        trainer.accelerator.unscale_gradients()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        optimizer.grad_scale = torch.clamp((norm + 1e-6) / trainer.args.max_grad_norm, min=1.0)
+        return norm
 
     def _add_callbacks(self, optimizer: MARS) -> None:
         """Those that the optimizer needs, once for each optimizer."""

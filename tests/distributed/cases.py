@@ -1,5 +1,7 @@
 """What is trained under every engine: the rules, and the circumstances in which they must still hold."""
 
+import os
+import shutil
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +80,7 @@ CASES: dict[str, Case] = {
         for rule in ("mars-adamw", "mars-shampoo", "mars-m", "adamw_torch")
     },
     **_several(("mars-adamw", "mars-m"), "exact", arguments={"is_approx": False, "gradient_accumulation_steps": 2}),
+    **{f"{rule}-fused": Case(rule, {"mars_fused": True}, reference=rule) for rule in ("mars-adamw", "mars-m")},
     "mars-adamw-scored": Case("mars-adamw", events={"scored": 4}, reference="mars-adamw"),
     "mars-m-exact-scored": Case(
         "mars-m",
@@ -131,6 +134,8 @@ def trains(engine: str, name: str) -> bool:
     """Whether an engine can train a case, and no other engine trains the very same."""
     case, (processes, stage) = CASES[name], (ENGINES[engine].processes, ENGINES[engine].stage)
     if engine in MEASURED_ENGINES or case.measured:
+        return False
+    if "mars_fused" in case.arguments and not (os.environ.get("CXX") or shutil.which("g++")):
         return False
     if "scored" in case.events and engine not in SCORED:
         return False

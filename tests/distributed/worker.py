@@ -36,6 +36,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mars_hf import MARSTrainer, MARSTrainingArguments
 from mars_hf.models import build_gpt2, gpt2_config
+from mars_hf.optim import compiled
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 24, 10, 101
 # Vocabulary, width and positions divide neither by 2 nor by 3.
@@ -286,6 +287,7 @@ def main(
         engines: by name.
     """
     torch.set_num_threads(1)
+    compiled.SMALL = 2  # with mars_fused even these tensors go through the compiled functions
     rank, launched = int(os.environ.get("RANK", 0)), "RANK" in os.environ
     fsdp_on_cpu.enable()
     # A rank that fails alone must not leave the others waiting for half an hour.

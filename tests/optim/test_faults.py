@@ -5,42 +5,14 @@ import io
 
 import pytest
 import torch
+from optim_cases import MARS_RULES, by_rule, grads_of, params_of, run
 from torch import nn
 from torch.testing import assert_close
 
 from mars_hf import MARS, mars_param_groups
-from mars_hf.optim.apply import NormBounds
-
-RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
 
-def params_of(*shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def grads_of(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in params]
-
-
-def run(optimizer, params, steps=4, first=0, scale=1.0):
-    for t in range(first, first + steps):
-        for p, g in zip(params, grads_of(params, t, scale)):
-            p.grad = g
-        optimizer.step()
-    return [p.detach().clone() for p in params]
-
-
-def by_rule(params, rule, **kwargs):
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "rule": rule},
-        {"params": [p for p in params if p.ndim < 2], "rule": "adamw"},
-    ]
-    return MARS([g for g in groups if g["params"]], mars_type=rule, **kwargs)
-
-
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARS_RULES)
 def test_reference_gradient_is_the_optimizers_own_memory(rule):
     """Engines and zero_grad(set_to_none=False) write the next gradient over the memory of this one."""
     fresh, reused = params_of((6, 4), (4,)), params_of((6, 4), (4,))
@@ -54,19 +26,6 @@ def test_reference_gradient_is_the_optimizers_own_memory(rule):
         optimizer.zero_grad(set_to_none=False)
     for a, b in zip(expected, reused):
         torch.testing.assert_close(b.detach(), a, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_step_leaves_the_gradient_alone(rule):
-    params = params_of((6, 4), (4,))
-    optimizer = by_rule(params, rule)
-    for t in range(3):
-        grads = grads_of(params, t)
-        for p, g in zip(params, grads):
-            p.grad = g.clone()
-        optimizer.step()
-        for p, g in zip(params, grads):
-            torch.testing.assert_close(p.grad, g, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +67,7 @@ def test_two_groups_with_different_rules_and_gammas():
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARS_RULES)
 def test_hyperparameters_survive_the_state_dict(rule):
     """Resume uses the saved values and continues bit for bit, loaded with weights_only=True."""
     straight = params_of((6, 4), (4,), (3, 2, 2, 2))
@@ -173,30 +132,12 @@ def test_one_lr_written_into_every_group_is_reported(lr_1d):
         run(optimizer, params, steps=1)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARS_RULES)
 def test_equal_learning_rates_that_were_asked_for_are_not_reported(rule, recwarn):
     params = params_of((6, 4), (4,))
     run(by_rule(params, rule, lr=6e-3, lr_1d=6e-3), params, steps=1)
     run(MARS(params, optimize_1d=True, lr=6e-3, lr_1d=3e-3), params, steps=1)
     assert not recwarn.list
-
-
-@pytest.mark.parametrize("rule", [*RULES, "adamw", "muon", "moonlight"])
-def test_parameter_without_gradient_is_skipped_and_counts_its_own_steps(rule):
-    params, alone = params_of((6, 4), (5, 3), (4,)), params_of((6, 4), (5, 3), (4,))[1:2]
-    optimizer = by_rule(params, rule)
-    for t in range(5):
-        for i, (p, g) in enumerate(zip(params, grads_of(params, t))):
-            p.grad = None if i == 1 and t < 2 else g
-        optimizer.step()
-        if t < 2:
-            torch.testing.assert_close(params[1].detach(), alone[0].detach(), rtol=0, atol=0)
-            assert params[1] not in optimizer.state
-    other = by_rule(alone, rule)
-    for t in range(2, 5):
-        alone[0].grad = grads_of(params, t)[1]
-        other.step()
-    torch.testing.assert_close(params[1].detach(), alone[0].detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_no_gradient_at_all_is_no_error():
@@ -228,13 +169,13 @@ def test_parameter_flattened_after_routing_is_refused():
     torch.testing.assert_close(flat.detach(), torch.zeros(24))
 
 
-@pytest.mark.parametrize("mars_type", [*RULES, "muon", "moonlight"])
+@pytest.mark.parametrize("mars_type", [*MARS_RULES, "muon", "moonlight"])
 def test_nothing_left_for_the_rule_is_an_error(mars_type):
     with pytest.raises(ValueError, match=f"nothing is left for mars_type='{mars_type}'"):
         MARS(params_of((4,), ()), mars_type=mars_type)
 
 
-@pytest.mark.parametrize("rule", [*RULES, "muon", "moonlight"])
+@pytest.mark.parametrize("rule", [*MARS_RULES, "muon", "moonlight"])
 @pytest.mark.parametrize("set_transposed", [True, False])
 def test_conv1d_gets_the_update_of_the_linear_it_transposes(rule, set_transposed):
     """Without `transposed`, MARS-Shampoo's update of a wide layer is sqrt(out / in) too small."""
@@ -254,7 +195,7 @@ def test_conv1d_gets_the_update_of_the_linear_it_transposes(rule, set_transposed
 
 def test_convolution_kernels_are_matrices_and_scalars_are_not():
     params = params_of((3, 2, 2, 2), (5,), ())
-    for rule in RULES:
+    for rule in MARS_RULES:
         optimizer = by_rule([p.detach().clone().requires_grad_() for p in params], rule)
         assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[4], [1, 0]]
     kernel, flat = params_of((3, 2, 2, 2)), [nn.Parameter(params_of((3, 2, 2, 2))[0].detach().reshape(3, 8))]
@@ -289,41 +230,6 @@ def test_complex_parameter_is_refused_by_name():
     module.register_parameter("rotation", weight)
     with pytest.raises(ValueError, match=r"'rotation'.*complex"):
         mars_param_groups(module, lr=1e-3)
-
-
-@pytest.mark.parametrize("rule", [*RULES, "adamw"])
-def test_pieces_and_whole_tensors_agree(rule, monkeypatch):
-    """Tensors are cut into pieces: the norm is still that of the whole, no tail is dropped, one step is one step."""
-    shapes = ((40, 33), (7, 5), (129,), (31, 3, 3), (1, 1))
-    whole = params_of(*shapes)
-    kwargs = {"optimize_1d": True} if rule == "mars-adamw" else {}
-    build = (lambda p: MARS(p, mars_type=rule, **kwargs)) if kwargs or rule == "adamw" else lambda p: by_rule(p, rule)
-    expected = run(build(whole), whole)
-    monkeypatch.setattr("mars_hf.optim.apply.CPU_CHUNK_BYTES", 400)
-    cut = params_of(*shapes)
-    optimizer = build(cut)
-    got = run(optimizer, cut)
-    for a, b, shape in zip(expected, got, shapes):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6, msg=lambda m, shape=shape: f"{shape}: {m}")
-    assert {float(s["step"]) for s in optimizer.state.values() if "step" in s} <= {4.0}
-
-
-@pytest.mark.parametrize("rule", [*RULES, "adamw", "moonlight"])
-def test_memory_layout_does_not_change_the_update(rule):
-    """A transposed parameter and a gradient with other strides than its parameter."""
-    plain = params_of((6, 4), (6, 4))
-    strided = [nn.Parameter(params_of((6, 4))[0].detach().T.contiguous().T), params_of((6, 4), (6, 4))[1]]
-    assert not strided[0].is_contiguous()
-    left, right = by_rule(plain, rule), by_rule(strided, rule)
-    for t in range(3):
-        grads = grads_of(plain, t)
-        for p, q, g in zip(plain, strided, grads):
-            p.grad = g.clone()
-            q.grad = g.clone() if q is strided[0] else g.T.contiguous().T
-        left.step()
-        right.step()
-    for p, q in zip(plain, strided):
-        torch.testing.assert_close(q.detach().contiguous(), p.detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_exact_mode_in_the_wrong_order_is_a_clear_error():
@@ -436,55 +342,6 @@ def test_step_skipped_by_a_grad_scaler_leaves_the_state_alone(is_approx):
     assert all(torch.isfinite(v).all() for s in optimizer.state.values() for v in s.values())
 
 
-def test_clip_is_per_whole_tensor_and_without_effect_below_the_threshold():
-    large, small = params_of((6, 4)), params_of((6, 4))
-    clipped, free = MARS(large, clip_c=1.0, gamma=0.0, betas=(0.0, 0.0)), MARS(small, clip_c=None, gamma=0.0)
-    large[0].grad = torch.full((6, 4), 3.0)
-    clipped.step()
-    c = clipped.state[large[0]]["exp_avg"]
-    torch.testing.assert_close(c.norm(), torch.tensor(1.0))
-    small[0].grad = torch.full((6, 4), 3.0)
-    free.step()
-    torch.testing.assert_close(free.state[small[0]]["exp_avg"], torch.full((6, 4), 3.0 * 0.05))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_shortcut_around_the_clip_changes_nothing(rule, monkeypatch):
-    """Gradients on both sides of the threshold; the pass over c is saved only where it cannot matter."""
-    shapes = [(6, 4), (5, 3), (7, 2)]
-
-    def trained(always_measure):
-        params = params_of(*shapes)
-        optimizer = by_rule(params, rule)
-        measured = []
-        with monkeypatch.context() as patch:
-            if always_measure:
-                patch.setattr(NormBounds, "watched", lambda *args: {})
-            else:
-                original = NormBounds.watched
-
-                def watched(self, grads, last_grads, hyper):
-                    found = original(self, grads, last_grads, hyper)
-                    measured.append([h not in found for h in last_grads])
-                    return found
-
-                patch.setattr(NormBounds, "watched", watched)
-            for t in range(9):
-                for p, g, scale in zip(params, grads_of(params, t), (0.01, 0.15, 3.0)):
-                    p.grad = g * scale
-                if t == 5:  # someone else writes h: what was known of it no longer holds
-                    optimizer.state[params[0]]["last_grad"].fill_(10.0)
-                optimizer.step()
-        return [p.detach() for p in params], measured
-
-    expected, _ = trained(always_measure=True)
-    got, measured = trained(always_measure=False)
-    assert ["FT"[row[0]] for row in measured] == list("TFFFFTTFF")
-    assert all(row[2] for row in measured)
-    for a, b in zip(expected, got):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-
-
 def test_exact_mode_goes_on_when_a_group_is_added_between_its_calls():
     params = params_of((6, 4), (6, 4))
     optimizer = MARS(params[:1], is_approx=False)
@@ -498,45 +355,7 @@ def test_exact_mode_goes_on_when_a_group_is_added_between_its_calls():
         optimizer.update_last_grad()
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize("rule", ["mars-shampoo", "mars-m", "muon", "moonlight"])
-def test_matrices_of_one_shape_do_not_mix(rule, one_by_one, monkeypatch):
-    """Equal shapes are orthogonalised in one batch, here in two, if not one by one; each comes out as if alone."""
-    if one_by_one:
-        monkeypatch.setattr("mars_hf.optim.rules.NS_ALONE", 24)
-    together = params_of(*[(6, 4)] * 5)
-    monkeypatch.setattr("mars_hf.optim.sharding.base.STACK_ELEMENTS", 3 * 24)
-    scales = [1e-3, 1.0, 50.0, 0.3, 7.0]
-    optimizer = by_rule(together, rule, ns_dtype=torch.float32)
-    alone = [[p.detach().clone().requires_grad_()] for p in together]
-    optimizers = [by_rule(p, rule, ns_dtype=torch.float32) for p in alone]
-    for t in range(3):
-        for p, single, own, g, scale in zip(together, alone, optimizers, grads_of(together, t), scales):
-            p.grad = scale * g
-            single[0].grad = scale * g
-            own.step()
-        optimizer.step()
-    for p, single in zip(together, alone):
-        torch.testing.assert_close(p, single[0], rtol=0, atol=1e-6)
-
-
-def test_shampoo_adds_eps_to_the_norm_of_the_corrected_momentum():
-    """NS5(m / (1 - beta1)) by hand, with an eps that matters."""
-    p = params_of((6, 4))[0]
-    before = p.detach().clone()
-    eps, beta1, gamma, lr = 0.5, 0.95, 0.025, 0.1
-    optimizer = by_rule([p], "mars-shampoo", eps=eps, lr=lr, clip_c=None, ns_dtype=torch.float32)
-    p.grad = grads_of([p], 0)[0]
-    optimizer.step()
-    x = (1 + gamma * beta1 / (1 - beta1)) * p.grad
-    x = (x / (x.norm() + eps)).T
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    torch.testing.assert_close(p.detach(), before - lr * (6 / 4) ** 0.5 * x.T, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARS_RULES)
 def test_norms_beyond_the_range_of_float16(rule):
     """A norm of 2^17 is infinite in float16, and would clip c to zero."""
     p = nn.Parameter(torch.zeros(64, 64, dtype=torch.float16))
@@ -547,7 +366,7 @@ def test_norms_beyond_the_range_of_float16(rule):
     assert (p < -1e-4).all()
 
 
-@pytest.mark.parametrize("rule", [*RULES, "adamw"])
+@pytest.mark.parametrize("rule", [*MARS_RULES, "adamw"])
 def test_channels_last_after_the_first_steps(rule):
     """The memory format of parameters may change under the optimizer, by `model.to` or by loading."""
     plain, converted = params_of((4, 3, 2, 2)), params_of((4, 3, 2, 2))

@@ -103,17 +103,6 @@ def test_mars_m_with_gamma_one_minus_beta_is_moonlight_with_nesterov():
     assert_same(left, right)
 
 
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo", "mars-lion"])
-def test_memory_efficient_is_the_same_rule_without_clip(mars_type):
-    def run(memory_efficient):
-        return train(
-            lambda p: MARS(groups(p, mars_type), mars_type=mars_type, memory_efficient=memory_efficient, **NS),
-            gradients(),
-        )
-
-    assert_same(run(True), run(False))
-
-
 def test_momentum_is_scale_invariant_and_accumulation_scales_both_thresholds():
     """Section 4: micro-batches averaged instead of summed give the same trajectory with clip_c / k."""
     k = 4

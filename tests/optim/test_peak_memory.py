@@ -5,13 +5,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mars_hf import MARS
-from mars_hf.optim import apply
+from mars_hf.optim import chunks
 from mars_hf.optim.sharding import base
 
 # 20 MiB of matrices, and a few vectors.
 SHAPES = [(256, 256)] * 64 + [(256, 4096)] + [(1000,)] * 4
 MIB = 2**20
-CHUNK = apply.CPU_CHUNK_BYTES
+CHUNK = chunks.CPU_CHUNK_BYTES
 # What Newton-Schulz works on at once here: the largest matrix, or sixteen of the others.
 ROUND = 4 * 2**20
 
@@ -85,7 +85,7 @@ def test_elementwise_rules_take_at_most_two_chunks(name):
 
 
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-adamw, h in bfloat16", "mars-lion"])
-def test_the_compiled_pass_takes_nothing(compiler, name):
+def test_the_compiled_pass_takes_nothing(compiles, name):
     taken = peak(name, {**ELEMENTWISE[name][0], "fused": True})
     assert taken <= 64_000, f"{name}, fused: {taken / MIB:.2f} MiB"
 

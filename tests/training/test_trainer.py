@@ -180,8 +180,34 @@ def test_optimizer_of_another_model_on_request(tmp_path):
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in other.parameters()}
 
 
-def test_step_skipped_for_an_overflow_leaves_parameters_and_reference_gradient_alone(tmp_path):
-    """Loss scaling in the Trainer, with an overflow at the fourth step."""
+@pytest.mark.parametrize("optim", ["mars", "mars_m"])
+@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0])
+def test_mars_fused_is_the_same_training_and_leaves_the_gradients_unclipped(tmp_path, optim, max_grad_norm, compiles):
+    """The norm is logged as ever, and the clip bites."""
+    norms = []
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model, **kwargs):
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    runs = []
+    for fused in (False, True):
+        settings = {"optim": optim, "mars_ns_dtype": "float32", "max_grad_norm": max_grad_norm, "mars_fused": fused}
+        # The eps: the gradient of the keys' bias is nothing but rounding.
+        runs.append(train(arguments(tmp_path, logging_steps=1, adam_epsilon=1e-5, **settings), callbacks=[Watch()]))
+    (plain, logged), (fused, logged_fused) = (
+        (run, [row["grad_norm"] for row in run.state.log_history if "grad_norm" in row]) for run in runs
+    )
+    assert logged_fused == pytest.approx(logged, rel=1e-5) and min(logged) > 0.1
+    assert norms[len(logged) :] == pytest.approx(logged_fused, rel=1e-5)
+    assert norms[: len(logged)] == pytest.approx([max_grad_norm] * len(logged) if max_grad_norm else logged, rel=1e-3)
+    for (name, p), q in zip(plain.model.named_parameters(), fused.model.parameters()):
+        torch.testing.assert_close(q, p, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("fused", [False, True], indirect=True)
+def test_step_skipped_for_an_overflow_leaves_parameters_and_reference_gradient_alone(tmp_path, fused):
+    """Loss scaling in the Trainer, with an overflow at the fourth step, at which the schedule waits too."""
 
     class Overflowing(MARSTrainer):
         def create_accelerator_and_postprocess(self):
@@ -200,7 +226,8 @@ def test_step_skipped_for_an_overflow_leaves_parameters_and_reference_gradient_a
             tensors = {f"{i}.{k}": v.clone() for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
             history.append({**{n: p.detach().clone() for n, p in model.named_parameters()}, **tensors})
 
-    trainer = train(arguments(tmp_path, max_steps=6), trainer_class=Overflowing, callbacks=[Watch()])
+    trainer = train(arguments(tmp_path, max_steps=6, mars_fused=fused), trainer_class=Overflowing, callbacks=[Watch()])
+    assert trainer.lr_scheduler.last_epoch == 5
     assert isinstance(trainer.optimizer.scaler, torch.amp.GradScaler)
     for name, value in history[3].items():
         torch.testing.assert_close(value, history[2][name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")

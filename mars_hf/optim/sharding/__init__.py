@@ -5,6 +5,7 @@ from typing import Any
 from mars_hf.optim.sharding.base import Round, Sharding, divide, sum_over_ranks, whole_norms
 from mars_hf.optim.sharding.groups import GroupTensors, layouts
 from mars_hf.optim.sharding.local import LocalTensors
+from mars_hf.optim.sharding.memory import gradient_like, is_dense, same_layout
 
 __all__ = [
     "GroupTensors",
@@ -12,7 +13,10 @@ __all__ = [
     "Round",
     "Sharding",
     "divide",
+    "gradient_like",
+    "is_dense",
     "layouts",
+    "same_layout",
     "sum_over_ranks",
     "whole_norms",
     "whole_shape",
