@@ -50,8 +50,10 @@ def _rows(x: Tensors) -> Iterator[Row]:
 
 def _pieces(row: Row, limit: int) -> Iterable[Row]:
     """Cuts what is larger than a list, and contiguous, into flat views; a number belongs to every piece."""
+    if row[0].numel() <= limit:
+        return [row]
     cuts = [isinstance(t, Tensor) and t.dim() > 0 for t in row]
-    if row[0].numel() <= limit or not all(t.is_contiguous() for t, cut in zip(row, cuts) if cut):
+    if not all(t.is_contiguous() for t, cut in zip(row, cuts) if cut):
         return [row]
     return zip(*(t.view(-1).split(limit) if cut else repeat(t) for t, cut in zip(row, cuts)))
 

@@ -68,6 +68,8 @@ def compiled(function: Function, x: Tensors, n: Numbers) -> list[Tensor]:
     """
     small = [i for i, p in enumerate(x.params) if p.numel() < SMALL]
     results = dict(zip(small, in_lists(function, select(x, small), n))) if small else {}
+    if len(small) == len(x.params):
+        return list(results.values())
     scale = 1.0 if n.scale is None else n.scale
     numbers = _numbers(x, n._replace(scale=scale if isinstance(scale, float) else _flat(scale)))
     clip = x.clip if not x.clip or isinstance(x.clip[0], Tensor) else _scalars(x.clip, x.params[0])
@@ -118,4 +120,6 @@ def _numbers(x: Tensors, n: Numbers) -> list[Numbers]:
         return [numbers] * len(x.params)
     steps = torch.stack(x.step).double()
     columns = (_scalars(values, p) for values in (n.lr / (1 - n.beta1**steps), 1 / (1 - n.beta2**steps)))
-    return [numbers._replace(step_size=step_size, of_v=of_v) for step_size, of_v in zip(*columns)]
+    return [
+        numbers._replace(step_size=step_size, v_correction=v_correction) for step_size, v_correction in zip(*columns)
+    ]

@@ -297,14 +297,15 @@ class MARS(torch.optim.Optimizer):
             if p.grad.layout != torch.strided:
                 raise ValueError(f"{name_of(p, group)} has a sparse gradient: build its embedding with sparse=False")
         found = list(self._tensors.by_layout(group, params, partial(name_of, group=group)))
+        like_p = set(state_names(hyper)) - {"step"}
         for same, _ in found:
             self._check_path(same[0], hyper, group)
             for p in same:
                 state = self.state.get(p, {})
                 if not self._tensors.is_flat(p) and "exp_avg" not in state:
                     check_parameter(p, group)
-                for name in state_names(hyper):
-                    if name in state and name != "step" and state[name].shape != p.shape:
+                for name in like_p & state.keys():
+                    if state[name].shape != p.shape:
                         raise ValueError(
                             f"{name_of(p, group)} has a state {name!r} of shape {tuple(state[name].shape)}: load the "
                             "state of the same model"

@@ -57,12 +57,12 @@ class Numbers(NamedTuple):
     weight_decay: Number
     decay: Number  # 1 - lr wd
     gamma: Number
-    of_g: Number  # 1 + alpha
-    of_c: Number  # 1 - beta1
-    of_c_sq: Number  # 1 - beta2
-    of_g_lean: Number  # (1 - beta1) (1 - gamma)
+    alpha: Number
+    one_minus_beta1: Number  # 1 - beta1
+    one_minus_beta2: Number  # 1 - beta2
+    lean_weight: Number  # (1 - beta1) (1 - gamma)
     step_size: Number = None  # lr / (1 - beta1^t); this and the next are worked out for compiled functions alone
-    of_v: Number = None  # 1 / (1 - beta2^t), under the root
+    v_correction: Number = None  # 1 / (1 - beta2^t), under the root
 
     @classmethod
     def of(cls, hyper: Hyper, scale: Number) -> "Numbers":
@@ -79,10 +79,10 @@ class Numbers(NamedTuple):
             weight_decay=float(hyper.weight_decay),
             decay=1 - hyper.lr * hyper.weight_decay,
             gamma=float(hyper.gamma),
-            of_g=1 + hyper.alpha,
-            of_c=1 - beta1,
-            of_c_sq=1 - beta2,
-            of_g_lean=(1 - beta1) * (1 - hyper.gamma),
+            alpha=float(hyper.alpha),
+            one_minus_beta1=1 - beta1,
+            one_minus_beta2=1 - beta2,
+            lean_weight=(1 - beta1) * (1 - hyper.gamma),
         )
 
 
@@ -144,8 +144,8 @@ def corrected(x: Tensors, g: list[Tensor], n: Numbers) -> list[Tensor]:
         return x.c
     h = [last_grad.to(grad.dtype) for last_grad, grad in zip(x.last_grad, g)]
     if torch.compiler.is_compiling():  # _foreach_lerp would keep the first weight that it sees (float64, torch 2.13)
-        return [torch.lerp(*pair, n.of_g) for pair in zip(h, g)]
-    torch._foreach_lerp_(h, g, n.of_g)
+        return list(torch._foreach_add(g, torch._foreach_mul(torch._foreach_sub(g, h), n.alpha)))
+    torch._foreach_lerp_(h, g, 1 + n.alpha)
     return h
 
 
@@ -169,9 +169,9 @@ def mars_momentum_(x: Tensors, n: Numbers) -> list[Tensor]:
     g = gradients(x, n)
     if not x.last_grad:
         torch._foreach_mul_(x.exp_avg, n.beta1)
-        torch._foreach_add_(x.exp_avg, torch._foreach_mul(g, n.of_g_lean))
+        torch._foreach_add_(x.exp_avg, torch._foreach_mul(g, n.lean_weight))
         return list(torch._foreach_add(x.exp_avg, torch._foreach_mul(g, n.gamma)))
-    torch._foreach_lerp_(x.exp_avg, clipped(corrected(x, g, n), x), n.of_c)
+    torch._foreach_lerp_(x.exp_avg, clipped(corrected(x, g, n), x), n.one_minus_beta1)
     renew_(x, g, n)
     return x.exp_avg
 
@@ -203,12 +203,12 @@ def adamw_(x: Tensors, c: list[Tensor], n: Numbers) -> None:
     device has one. amsgrad puts the running maximum of v in its place.
     """
     if torch.compiler.is_compiling():
-        torch._foreach_lerp_(x.exp_avg, c, n.of_c)
+        torch._foreach_lerp_(x.exp_avg, c, n.one_minus_beta1)
         torch._foreach_mul_(x.exp_avg_sq, n.beta2)
-        torch._foreach_add_(x.exp_avg_sq, torch._foreach_mul(torch._foreach_mul(c, c), n.of_c_sq))
+        torch._foreach_add_(x.exp_avg_sq, torch._foreach_mul(torch._foreach_mul(c, c), n.one_minus_beta2))
         if x.max_exp_avg_sq:
             torch._foreach_maximum_(x.max_exp_avg_sq, x.exp_avg_sq)
-        v = torch._foreach_mul(x.max_exp_avg_sq or x.exp_avg_sq, n.of_v)
+        v = torch._foreach_mul(x.max_exp_avg_sq or x.exp_avg_sq, n.v_correction)
         denominators = torch._foreach_add(torch._foreach_sqrt(v), [n.eps] * len(v))
         torch._foreach_mul_(x.params, n.decay)
         torch._foreach_sub_(x.params, torch._foreach_mul(torch._foreach_div(x.exp_avg, denominators), n.step_size))
