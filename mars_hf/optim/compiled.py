@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mars_hf.optim.chunks import Function, in_lists, select
 from mars_hf.optim.hyper import DTYPES
+from mars_hf.optim.param_groups import name_of
 from mars_hf.optim.rules import Numbers, Tensors
 from mars_hf.optim.update import Path
 
@@ -25,17 +26,12 @@ DEVICES = ("cpu", "cuda")
 SMALL = 2**17  # elements
 
 
-def check_served(p: Tensor, name: str) -> None:
-    """Raises ValueError where a parameter's device or dtype cannot be served; meta tensors wait for their device.
-
-    Args:
-        p: the parameter.
-        name: how to call it.
-    """
+def check_served(p: Tensor, group: dict[str, Any]) -> None:
+    """Raises ValueError where a parameter of the group cannot be served; meta tensors wait for their device."""
     if p.device.type not in (*DEVICES, "meta") or p.dtype not in DTYPES:
         raise ValueError(
-            f"fused=True serves float16 to float64 on CPU and CUDA, but {name} is {p.dtype} on {p.device}: "
-            "leave fused out"
+            f"fused=True serves float16 to float64 on CPU and CUDA, but {name_of(p, group)} is {p.dtype} on "
+            f"{p.device}: leave fused out"
         )
     if p.device.type in DEVICES:
         _check_compiler(p.device.type)

@@ -2,14 +2,15 @@
 
 import warnings
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.optim.hyper import non_negative, one_of, two_betas
+from mars_hf.optim.hyper import Hyper, non_negative, one_of, two_betas
 from mars_hf.optim.roles import embeddings, roles
-from mars_hf.optim.rules import MATRIX_RULES, RULES
-from mars_hf.optim.sharding import is_dense, whole_shape
+from mars_hf.optim.rules import MARS_RULES, MATRIX_RULES, RULES
+from mars_hf.optim.sharding import is_dense, layouts, whole_shape
 
 # Of the types below the AdamW-ruled parameters share lr and weight decay with the matrices, as in the authors' runs.
 SHARED_LR = frozenset({"mars-m", "moonlight", "adamw"})
@@ -128,6 +129,72 @@ def split_by_rule(given: dict[str, Any], defaults: dict[str, Any]) -> Iterator[d
         own = {} if values["optimize_1d"] else adamw
         rule = vector_rule(mars_type, values["optimize_1d"])
         yield {**values, **own, "rule": rule, "params": vectors}
+
+
+def finished_groups(
+    param_group: dict[str, Any], defaults: dict[str, Any], known: Collection[int]
+) -> Iterator[dict[str, Any]]:
+    """Splits a param group as `split_by_rule` does and checks what comes out.
+
+    Args:
+        param_group: `params` and any arguments of `MARS`; not modified.
+        defaults: all arguments of `MARS`.
+        known: the ids of the parameters that are in a group already.
+
+    Raises:
+        TypeError: a set, whose order changes between runs, or something that is no tensor.
+        ValueError: a parameter or hyperparameter that `MARS` does not take.
+    """
+    check_baseline(defaults)
+    given = dict(param_group)
+    if isinstance(given["params"], set):
+        raise TypeError("params is a set, whose order changes between runs: pass a list")
+    given["params"] = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
+    for i, p in enumerate(map(tensor_of, given["params"])):
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params[{i}] is a {type(p).__name__}: pass tensors")
+        if id(p) in known:
+            raise ValueError(f"{name_of(p, given)} is in another param group: give it one")
+    if given.get("fused", defaults["fused"]) != defaults["fused"]:
+        raise ValueError(f"fused={given['fused']!r} in a param group: pass it to MARS, where it holds for all groups")
+    for group in split_by_rule(given, defaults):
+        Hyper.of(group)
+        tensors = [tensor_of(p) for p in group["params"]]
+        for p in tensors:
+            check_parameter(p, group)
+        list(layouts(tensors, tensors, None, {}, partial(name_of, group=group)))
+        yield group
+
+
+def check_baseline(arguments: dict[str, Any]) -> None:
+    """Raises ValueError where a rule that is not of MARS is given an option of MARS."""
+    for name, default in {"optimize_1d": False, "memory_efficient": False, "is_approx": True}.items():
+        if arguments["mars_type"] not in MARS_RULES and arguments[name] != default:
+            raise ValueError(
+                f"{name}={arguments[name]!r} belongs to MARS, not to mars_type={arguments['mars_type']!r}: leave it out"
+            )
+
+
+def check_rules(groups: list[dict[str, Any]], mars_type: str, optimize_1d: bool) -> None:
+    """Raises ValueError where nothing is left for the rule that was asked for."""
+    rules = {group["rule"] for group in groups}
+    wanted = MATRIX_RULES if mars_type in MATRIX_RULES and not optimize_1d else MARS_RULES | {mars_type}
+    if not rules & wanted:
+        raise ValueError(
+            f"params: nothing is left for mars_type={mars_type!r}, the param groups have only {sorted(rules)}: "
+            "with ready groups pass the mars_type they were built for, without matrices optimize_1d=True or 'adamw'"
+        )
+
+
+def warn_of_one_lr(groups: list[dict[str, Any]]) -> None:
+    """Warns where groups that started with different learning rates have the same one."""
+    lrs = {group["lr"] for group in groups}
+    if len(lrs) == 1 and lrs != {0.0}:
+        warnings.warn(
+            "every param group has the same lr, although they started with different ones (lr and lr_1d): a loop "
+            "that writes one lr into every group should scale each group's own lr instead",
+            stacklevel=5,
+        )
 
 
 def mars_param_groups(

@@ -65,9 +65,14 @@ class Numbers(NamedTuple):
     v_correction: Number = None  # 1 / (1 - beta2^t), under the root
 
     @classmethod
-    def of(cls, hyper: Hyper, scale: Number) -> "Numbers":
-        """Those of a param group, `scale` being that of the gradients."""
+    def of(cls, hyper: Hyper, grad_scale: Number, device: torch.device) -> "Numbers":
+        """Those of a param group with tensors on a device, after gradients came multiplied by `grad_scale` or None."""
         beta1, beta2 = hyper.betas
+        scale: Number = None
+        if isinstance(grad_scale, Tensor) and device.type != "cpu":
+            scale = grad_scale.to(device).reciprocal().reshape(())  # reading it would make the host wait
+        elif grad_scale is not None and float(grad_scale) != 1:
+            scale = 1 / float(grad_scale) if grad_scale else float("inf")
         return cls(
             is_approx=hyper.is_approx,
             nesterov=hyper.nesterov,

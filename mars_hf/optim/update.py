@@ -10,8 +10,8 @@ from torch import Tensor
 from mars_hf.optim.chunks import Function, in_lists, in_pieces, select
 from mars_hf.optim.hyper import Hyper
 from mars_hf.optim.newton_schulz import orthogonalised, rows_and_cols
-from mars_hf.optim.rules import RULES, Numbers, Tensors, squared_norms_of_c
-from mars_hf.optim.sharding import Sharding, divide, whole_norms
+from mars_hf.optim.rules import RULES, Numbers, Tensors, squared_norms, squared_norms_of_c
+from mars_hf.optim.sharding import GroupTensors, Sharding, divide, whole_norms
 
 
 class Path(NamedTuple):
@@ -84,3 +84,20 @@ def apply_(update: Update) -> None:
         for p, direction, i in zip(some.params, directions, work.where):
             p.add_(direction, alpha=-hyper.lr * rule.scale(*rows_and_cols(shapes[i], hyper)))
         del directions  # nothing of a round is kept while the next one works
+
+
+def is_dry_run(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], sharding: Sharding, memory: GroupTensors
+) -> bool:
+    """Whether the caller only wants to see the state: a first step with gradients all zero that cannot be real.
+
+    torch.distributed.checkpoint steps once like this, with lr 0, and DeepSpeed's stage 0 in bfloat16 before training,
+    with the real lr and whole tensors of its own in place of ours. The flat tensors of ZeRO are stepped in training
+    alone, and one of them may well have no gradient but zeros at first, say the A matrices of LoRA.
+    """
+    if memory.is_flat(params[0]):
+        return False
+    if group["lr"] != 0 and (not sharding.whole or memory.holds_any(group, params)):
+        return False
+    (norms,) = whole_norms([sharding], [torch.stack(squared_norms(grads))])
+    return norms is not None and not norms.any()
